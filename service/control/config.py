@@ -1,0 +1,114 @@
+"""3 controller, settings: every knob of the decision, with units. Built by the shell, frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+
+class PolicyName(StrEnum):
+    """The decision rules that can stand behind the router."""
+
+    ONLINE_LP = "online_lp"
+    ROUND_ROBIN = "round_robin"
+    LEAST_OUTSTANDING = "least_outstanding"
+    RANDOM = "random"
+    POWER_OF_TWO = "power_of_two"
+    CENTRAL_FCFS = "central_fcfs"
+    CENTRAL_SHORTEST_FIRST = "central_shortest_first"
+
+
+class Kernel(StrEnum):
+    """KV use of a request over its service steps: [OLP] eq. (1) or appendix A."""
+
+    DECODE_ONLY = "decode_only"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The six reward weights of [OLP] 3.1 and the two tail bounds they refer to.
+
+    Attributes:
+        throughput: alpha, per decode token produced inside the horizon.
+        e2e: beta, per iteration of end-to-end latency saved.
+        ttft: gamma, per iteration of time to first token saved.
+        queries: sigma, per request served.
+        tail_e2e: zeta_1, per request that can still end within e2e_bound_s.
+        tail_ttft: zeta_2, per request that can still start within ttft_bound_s.
+        e2e_bound_s: t_1', seconds.
+        ttft_bound_s: t_2', seconds.
+    """
+
+    throughput: float = 0.0
+    e2e: float = 1.0
+    ttft: float = 1.0
+    queries: float = 0.0
+    tail_e2e: float = 0.0
+    tail_ttft: float = 0.0
+    e2e_bound_s: float = 30.0
+    ttft_bound_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse negative weights and bounds that are not positive."""
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if not value >= 0 or (spec.name.endswith("_s") and value == 0):
+                raise ValueError(f"weights.{spec.name} must not be negative, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceConfig:
+    """Algorithm 2 and its history ([OLP] 3.3, B.2, B.3).
+
+    Attributes:
+        steps: K, projected subgradient steps per refresh.
+        batch: columns in a mini-batch.
+        step_size: eta, in units of normalised reward per normalised resource.
+        history_max: recorded columns kept; the oldest are overwritten.
+        reward_normalizer: rewards are divided by this and capped at 1; 0 picks the largest reward
+            a request can have at the current horizon, so that rewards never saturate.
+        refresh_s: shortest time between two refreshes.
+        zero: force every price to zero (the ablation).
+    """
+
+    steps: int = 5
+    batch: int = 64
+    step_size: float = 0.05
+    history_max: int = 2048
+    reward_normalizer: float = 0.0
+    refresh_s: float = 0.02
+    zero: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlConfig:
+    """Everything the router needs to know before the first event.
+
+    Attributes:
+        policy: the decision rule.
+        kernel: how KV use grows over a request's life.
+        weights: the operator's trade-off.
+        prices: the price learner.
+        horizon_iterations: H, look-ahead in decode iterations.
+        bucket_iterations: q, iterations per bucket of the look-ahead.
+        age_bound_s: a request that waited this long goes first, oldest first; 0 switches it off.
+        queue_max: most requests that may wait.
+        max_wait_s: longest wait of a request in the central queue.
+        no_worker_hold_s: how long a request waits for any worker to come up.
+        decode_tokens_default: forecast for a request about which nothing is known.
+        seed: of every random choice.
+    """
+
+    policy: PolicyName = PolicyName.ONLINE_LP
+    kernel: Kernel = Kernel.MIXED
+    weights: Weights = field(default_factory=Weights)
+    prices: PriceConfig = field(default_factory=PriceConfig)
+    horizon_iterations: int = 4096
+    bucket_iterations: int = 16
+    age_bound_s: float = 10.0
+    queue_max: int = 10_000
+    max_wait_s: float = 120.0
+    no_worker_hold_s: float = 5.0
+    decode_tokens_default: int = 256
+    seed: int = 0
