@@ -1,0 +1,1 @@
+"""The load generator: traces, arrivals, open-loop replay, virtual-time simulator, reports."""
