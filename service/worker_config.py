@@ -1,0 +1,41 @@
+"""A worker as the operator configured it: where it is, how to authenticate, what it can hold.
+
+Plain values, so that fleet and forwarder share them without knowing the settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker of the static list.
+
+    Attributes:
+        worker_id: unique name; metric label and value of the x-bidgate-worker header.
+        url: base URL, scheme and authority and an optional path prefix, without a trailing slash
+            and without /v1: http://10.0.0.7:8000.
+        batch_limit: B_g, the engine's --max-num-seqs; >= 1.
+        kv_capacity_tokens: M_g; None to learn it from the engine's vllm:cache_config_info.
+        models: names served; None to learn them from /v1/models.
+        api_key: sent to the worker as a bearer token, or None; never shown.
+    """
+
+    worker_id: str
+    url: str
+    batch_limit: int
+    kv_capacity_tokens: int | None = None
+    models: frozenset[str] | None = None
+    api_key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what no worker can have."""
+        if not self.worker_id:
+            raise ValueError("worker_id must not be empty")
+        if not self.url.startswith(("http://", "https://")) or self.url.endswith("/"):
+            raise ValueError(
+                f"url must be http(s)://host[:port] with no trailing slash: {self.url}"
+            )
+        if self.batch_limit < 1:
+            raise ValueError(f"batch_limit must be at least 1, got {self.batch_limit}")
