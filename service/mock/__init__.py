@@ -1,0 +1,1 @@
+"""The decode-iteration model, and a mock vLLM server around it."""

@@ -1,0 +1,347 @@
+"""One decode worker as a pure machine: continuous batching, KV blocks, preemption by recompute.
+
+No clock and no I/O: the caller alternates begin_iteration (how long will it take?) and
+end_iteration (what came out?). The work per iteration does not grow with the batch: all running
+requests advance by the same step, so ends are looked up by step number and KV growth is counted
+in kv_blocks.py. Durations come from profiles.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from service.mock.decode_records import DecodeWorkerStats, Iteration, RequestTooLargeError
+from service.mock.kv_blocks import KvBlocks
+
+if TYPE_CHECKING:
+    from service.mock.profiles import DecodeProfile
+
+
+@dataclass(slots=True)
+class _Sequences:
+    """One request inside the worker; its parallel sequences advance together.
+
+    Attributes:
+        produced: output tokens of each sequence when it last stood still.
+        prefill_left: tokens of all sequences still to be computed before they decode.
+        kv_tokens: KV tokens of each sequence at admission, then in first_step.
+        first_step: step in which it decodes (again) for the first time; None while it does not.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    decode_tokens: int
+    count: int
+    produced: int = 0
+    prefill_left: int = 0
+    kv_tokens: int = 0
+    first_step: int | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    """The iteration in flight."""
+
+    started: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    first_tokens: dict[str, _Sequences] = field(default_factory=dict)
+    prefilled: dict[str, _Sequences] = field(default_factory=dict)
+    prefill_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Counters since the worker was made."""
+
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+    generation_tokens: int = 0
+    iterations: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+
+class DecodeWorker:
+    """A worker that decodes one token per running sequence and iteration.
+
+    With prefill, as in vLLM, the iteration that finishes a prompt also yields the first output
+    token, so a request of o tokens takes o iterations and holds s + theta KV tokens in iteration
+    theta = 0..o-1. (Differs from [OLP] appendix A, whose mixed kernel counts 1 + o steps.)
+    Without prefill prompts cost neither time nor iterations, and iteration theta holds
+    s + theta + 1 KV tokens, [OLP] eq. (1).
+
+    A request of n sequences takes n batch slots and n times the KV, and its sequences start,
+    advance and end together. A prompt's blocks are all allocated when its request is admitted,
+    even when it is prefilled in chunks.
+
+    Args:
+        profile: durations and the limit on tokens per iteration.
+        batch_limit: B, most sequences in the batch.
+        kv_capacity_tokens: M; None for the profile's. Rounded down to whole blocks.
+        block_tokens: KV block size.
+        prefill: whether prompts are computed here, or elsewhere (decode-only).
+    """
+
+    def __init__(
+        self,
+        profile: DecodeProfile,
+        batch_limit: int,
+        kv_capacity_tokens: int | None = None,
+        block_tokens: int = 16,
+        prefill: bool = True,
+    ) -> None:
+        if batch_limit < 1:
+            raise ValueError("batch_limit must be at least 1")
+        capacity = profile.kv_capacity_tokens if kv_capacity_tokens is None else kv_capacity_tokens
+        self._profile = profile
+        self._batch_limit = batch_limit
+        self._prefill = prefill
+        self._kv = KvBlocks(capacity, block_tokens)
+        self._waiting: OrderedDict[str, _Sequences] = OrderedDict()
+        self._running: dict[str, _Sequences] = {}
+        self._prefilling: dict[str, _Sequences] = {}
+        self._ends: dict[int, dict[str, _Sequences]] = {}
+        self._batch = 0
+        self._step_number = 0
+        self._step: _Step | None = None
+        self._tokens_left = 0
+        self._totals = _Totals()
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Ids of the requests in the batch, oldest first."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Ids of the requests in the worker's own queue, next first."""
+        return tuple(self._waiting)
+
+    @property
+    def decode_tokens_left(self) -> int:
+        """Output tokens still owed to all requests held here: knowledge only a model can have."""
+        return self._tokens_left
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether the request is held here, running or waiting."""
+        return request_id in self._running or request_id in self._waiting
+
+    def submit(
+        self, request_id: str, prompt_tokens: int, decode_tokens: int, *, sequences: int = 1
+    ) -> None:
+        """Append a request to the worker's own queue; decode_tokens is the length it will have.
+
+        Raises:
+            RequestTooLargeError: it could not run even if it were alone.
+            ValueError: the id is in use or a length makes no sense.
+        """
+        if request_id in self:
+            raise ValueError(f"request {request_id} is already here")
+        if prompt_tokens < 0 or decode_tokens < 1 or sequences < 1:
+            raise ValueError("prompt_tokens must be >= 0, decode_tokens and sequences >= 1")
+        if sequences > self._batch_limit:
+            raise RequestTooLargeError(
+                f"request {request_id} has {sequences} sequences, batch limit {self._batch_limit}"
+            )
+        peak_tokens = prompt_tokens + decode_tokens - (1 if self._prefill else 0)
+        blocks = sequences * self._kv.blocks(peak_tokens)
+        if blocks > self._kv.total:
+            raise RequestTooLargeError(
+                f"request {request_id} needs {blocks} KV blocks of {self._kv.block_tokens} tokens, "
+                f"the worker has {self._kv.total}"
+            )
+        self._waiting[request_id] = _Sequences(request_id, prompt_tokens, decode_tokens, sequences)
+        self._tokens_left += sequences * decode_tokens
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request, waiting or running, and free its blocks; False when it is not here.
+
+        Aborted while an iteration is in flight it takes no token from that iteration.
+        """
+        sequences = self._waiting.pop(request_id, None)
+        if sequences is None:
+            sequences = self._running.get(request_id)
+            if sequences is None:
+                return False
+            self._release(sequences)
+            if self._step is not None:
+                self._step.first_tokens.pop(request_id, None)
+                self._step.prefilled.pop(request_id, None)
+        self._tokens_left -= sequences.count * (sequences.decode_tokens - sequences.produced)
+        self._totals.aborted += 1
+        return True
+
+    def decode_tokens(self, request_id: str) -> int:
+        """Output tokens of each of the request's sequences so far; KeyError when not here."""
+        return self._produced(self._running.get(request_id) or self._waiting[request_id])
+
+    def begin_iteration(self) -> float | None:
+        """Preempt if blocks run out, grow, admit; answer the iteration's duration in seconds.
+
+        None when there is nothing to do. As in vLLM nobody is admitted in an iteration that had
+        to preempt, and running prefills get the token budget before new ones.
+        """
+        if self._step is not None:
+            raise RuntimeError("begin_iteration called twice without end_iteration")
+        if not self._running and not self._waiting:
+            return None
+        step = _Step()
+        self._preempt(step)
+        self._step = step
+        self._step_number += 1
+        self._kv.grow(self._step_number)
+        for sequences in tuple(self._prefilling.values()):
+            self._compute_prompt(sequences, step)
+        if not step.preempted:
+            self._admit(step)
+        return self._profile.iteration_s(self._batch, self._kv.tokens, step.prefill_tokens)
+
+    def end_iteration(self) -> Iteration:
+        """Produce the iteration's tokens; requests that got their last one leave."""
+        step = self._step
+        if step is None:
+            raise RuntimeError("end_iteration called without begin_iteration")
+        self._step = None
+        tokens = self._kv.growing
+        finished = list(self._ends.pop(self._step_number, {}).values())
+        for sequences in step.prefilled.values():
+            sequences.produced += 1
+            tokens += sequences.count
+            if sequences.produced == sequences.decode_tokens:
+                finished.append(sequences)
+            else:
+                self._join(sequences, self._step_number + 1)
+        for sequences in finished:
+            self._release(sequences)
+        self._tokens_left -= tokens
+        self._count(step, tokens, len(finished))
+        return Iteration(
+            started=tuple(step.started),
+            preempted=tuple(step.preempted),
+            first_tokens=tuple(step.first_tokens),
+            finished=tuple(sequences.request_id for sequences in finished),
+            tokens=tokens,
+        )
+
+    def stats(self) -> DecodeWorkerStats:
+        """Return gauges and counters now."""
+        totals = self._totals
+        return DecodeWorkerStats(
+            running=self._batch,
+            waiting=sum(sequences.count for sequences in self._waiting.values()),
+            kv_tokens=self._kv.tokens,
+            kv_blocks_used=self._kv.used,
+            kv_blocks_total=self._kv.total,
+            block_tokens=self._kv.block_tokens,
+            preemptions_total=totals.preemptions,
+            prompt_tokens_total=totals.prompt_tokens,
+            prefill_tokens_total=totals.prefill_tokens,
+            generation_tokens_total=totals.generation_tokens,
+            iterations_total=totals.iterations,
+            finished_total=totals.finished,
+            aborted_total=totals.aborted,
+        )
+
+    def _preempt(self, step: _Step) -> None:
+        """Send the newest back to the queue until the others' next tokens have blocks."""
+        while not self._kv.suffices_for(self._step_number + 1):
+            victim = self._running[next(reversed(self._running))]
+            self._release(victim)
+            self._waiting[victim.request_id] = victim
+            self._waiting.move_to_end(victim.request_id, last=False)
+            self._totals.preemptions += victim.count
+            step.preempted.append(victim.request_id)
+
+    def _admit(self, step: _Step) -> None:
+        """Move requests from the queue into the batch, in order, while everything fits."""
+        while self._waiting and self._budget(step) > 0:
+            sequences = next(iter(self._waiting.values()))
+            kv_tokens = self._kv_at_next_token(sequences)
+            if self._batch + sequences.count > self._batch_limit:
+                break
+            if not self._kv.fits(sequences.count, kv_tokens):
+                break
+            del self._waiting[sequences.request_id]
+            self._running[sequences.request_id] = sequences
+            self._batch += sequences.count
+            self._kv.take(sequences.count, kv_tokens)
+            sequences.kv_tokens = kv_tokens
+            step.started.append(sequences.request_id)
+            if self._prefill:
+                sequences.prefill_left = sequences.count * kv_tokens
+                self._prefilling[sequences.request_id] = sequences
+                self._compute_prompt(sequences, step)
+            else:
+                self._announce(sequences, step)
+                self._join(sequences, self._step_number)
+
+    def _budget(self, step: _Step) -> int:
+        """Tokens this iteration can still compute."""
+        limit = self._profile.batched_tokens_limit
+        if limit is None:
+            return 1 << 62
+        return max(0, limit - self._kv.growing - step.prefill_tokens)
+
+    def _compute_prompt(self, sequences: _Sequences, step: _Step) -> None:
+        """Compute as much of a prompt as the budget allows."""
+        chunk = min(sequences.prefill_left, self._budget(step))
+        sequences.prefill_left -= chunk
+        step.prefill_tokens += chunk
+        if sequences.prefill_left == 0:
+            del self._prefilling[sequences.request_id]
+            step.prefilled[sequences.request_id] = sequences
+            self._announce(sequences, step)
+
+    def _announce(self, sequences: _Sequences, step: _Step) -> None:
+        """Note that this iteration yields the request's first token, unless it had one before."""
+        if sequences.produced == 0:
+            step.first_tokens[sequences.request_id] = sequences
+
+    def _join(self, sequences: _Sequences, first_step: int) -> None:
+        """Let a request whose prompt is in the KV cache decode from the given step on."""
+        sequences.first_step = first_step
+        sequences.kv_tokens = self._kv_at_next_token(sequences)
+        self._kv.start_growing(sequences.count, first_step, sequences.kv_tokens)
+        last_step = first_step + sequences.decode_tokens - sequences.produced - 1
+        self._ends.setdefault(last_step, {})[sequences.request_id] = sequences
+
+    def _release(self, sequences: _Sequences) -> None:
+        """Take a running request out of the batch and free its blocks."""
+        first_step = sequences.first_step
+        kv_tokens = sequences.kv_tokens
+        if first_step is None:
+            self._prefilling.pop(sequences.request_id, None)
+        else:
+            self._kv.stop_growing(sequences.count, first_step, kv_tokens)
+            kv_tokens += self._step_number - first_step
+            last_step = first_step + sequences.decode_tokens - sequences.produced - 1
+            self._ends.get(last_step, {}).pop(sequences.request_id, None)
+            sequences.produced = self._produced(sequences)
+            sequences.first_step = None
+        self._kv.give(sequences.count, kv_tokens)
+        self._batch -= sequences.count
+        del self._running[sequences.request_id]
+
+    def _produced(self, sequences: _Sequences) -> int:
+        """Output tokens of each sequence, those of the iteration in flight not counted."""
+        if sequences.first_step is None:
+            return sequences.produced
+        steps_ended = self._step_number - (self._step is not None)
+        return sequences.produced + steps_ended - sequences.first_step + 1
+
+    def _kv_at_next_token(self, sequences: _Sequences) -> int:
+        """KV tokens of each sequence in the iteration that yields its next token."""
+        return sequences.prompt_tokens + sequences.produced + (0 if self._prefill else 1)
+
+    def _count(self, step: _Step, tokens: int, finished: int) -> None:
+        """Book an ended iteration."""
+        totals = self._totals
+        totals.iterations += 1
+        totals.generation_tokens += tokens
+        totals.prefill_tokens += step.prefill_tokens
+        totals.finished += finished
+        for sequences in step.first_tokens.values():
+            totals.prompt_tokens += sequences.count * sequences.prompt_tokens
