@@ -1,0 +1,67 @@
+"""3 controller: pure. What the shell, the simulator and the tests may use is listed here."""
+
+from service.control.config import (
+    ControlConfig,
+    Kernel,
+    PolicyName,
+    PriceConfig,
+    Variant,
+    Weights,
+)
+from service.control.events import (
+    Arrived,
+    Command,
+    Event,
+    FirstToken,
+    Left,
+    Outcome,
+    Progressed,
+    Refusal,
+    Refuse,
+    Request,
+    Returned,
+    Start,
+    WorkerChanged,
+    WorkerGone,
+    WorkerJoined,
+    WorkerReport,
+    WorkerReported,
+    WorkerSpec,
+    WorkerState,
+)
+from service.control.prices import PriceProblem, PriceSolution
+from service.control.router import Router
+from service.control.stats import RouterStats, WorkerStats
+
+__all__ = [
+    "Arrived",
+    "Command",
+    "ControlConfig",
+    "Event",
+    "FirstToken",
+    "Kernel",
+    "Left",
+    "Outcome",
+    "PolicyName",
+    "PriceConfig",
+    "PriceProblem",
+    "PriceSolution",
+    "Progressed",
+    "Refusal",
+    "Refuse",
+    "Request",
+    "Returned",
+    "Router",
+    "RouterStats",
+    "Start",
+    "Variant",
+    "Weights",
+    "WorkerChanged",
+    "WorkerGone",
+    "WorkerJoined",
+    "WorkerReport",
+    "WorkerReported",
+    "WorkerSpec",
+    "WorkerState",
+    "WorkerStats",
+]

@@ -18,6 +18,17 @@ class PolicyName(StrEnum):
     CENTRAL_SHORTEST_FIRST = "central_shortest_first"
 
 
+class Variant(StrEnum):
+    """Which online LP stands behind `online_lp`.
+
+    PUBLISHED is the paper to the letter. FORWARD re-times the history as hypothetical future
+    arrivals, so that a price is an opportunity cost, and bounds the wait of every request.
+    """
+
+    PUBLISHED = "published"
+    FORWARD = "forward"
+
+
 class Kernel(StrEnum):
     """KV use of a request over its service steps: [OLP] eq. (1) or appendix A."""
 
@@ -62,6 +73,7 @@ class PriceConfig:
     """Algorithm 2 and its history ([OLP] 3.3, B.2, B.3).
 
     Attributes:
+        variant: the paper's method or ours.
         steps: K, projected subgradient steps per refresh.
         batch: columns in a mini-batch.
         step_size: eta, in units of normalised reward per normalised resource.
@@ -69,15 +81,20 @@ class PriceConfig:
         reward_normalizer: rewards are divided by this and capped at 1; 0 picks the largest reward
             a request can have at the current horizon, so that rewards never saturate.
         refresh_s: shortest time between two refreshes.
+        inline: refresh inside the decision, as Algorithm 1 says, instead of in the background.
+        averaged: use the mean of a refresh's iterates instead of the last one.
         zero: force every price to zero (the ablation).
     """
 
+    variant: Variant = Variant.FORWARD
     steps: int = 5
     batch: int = 64
     step_size: float = 0.05
     history_max: int = 2048
     reward_normalizer: float = 0.0
     refresh_s: float = 0.02
+    inline: bool = False
+    averaged: bool = False
     zero: bool = False
 
 
@@ -92,6 +109,8 @@ class ControlConfig:
         prices: the price learner.
         horizon_iterations: H, look-ahead in decode iterations.
         bucket_iterations: q, iterations per bucket of the look-ahead.
+        fixed_horizon: T is a wall, horizon_iterations after the first tick, as in the paper's
+            experiments; otherwise the look-ahead rolls, T = k + H - 1. Only for PUBLISHED.
         age_bound_s: a request that waited this long goes first, oldest first; 0 switches it off.
         queue_max: most requests that may wait.
         max_wait_s: longest wait of a request in the central queue.
@@ -106,6 +125,7 @@ class ControlConfig:
     prices: PriceConfig = field(default_factory=PriceConfig)
     horizon_iterations: int = 4096
     bucket_iterations: int = 16
+    fixed_horizon: bool = False
     age_bound_s: float = 10.0
     queue_max: int = 10_000
     max_wait_s: float = 120.0

@@ -1,78 +1,360 @@
-"""3 controller: the sans-I/O state machine. Events in, commands out, time as a parameter."""
+"""3 controller: the sans-I/O state machine. Events in, commands out, time as a parameter.
+
+Holds the waiting requests, the ledger of started ones and the fleet; asks a policy at every tick.
+Read view.py for what a policy sees, forward.py and published.py for the decision itself.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import assert_never
 
-from service.control.events import Command, Event, Outcome, Refusal, WorkerState
+import numpy as np
 
-if TYPE_CHECKING:
-    from service.control.config import ControlConfig
-    from service.control.prices import PriceProblem, PriceSolution
+from service.control.baselines import CentralFcfs
+from service.control.columns import Horizon, Usage
+from service.control.config import ControlConfig, PolicyName
+from service.control.events import (
+    Arrived,
+    Command,
+    Event,
+    FirstToken,
+    Left,
+    Outcome,
+    Progressed,
+    Refusal,
+    Refuse,
+    Request,
+    Returned,
+    Start,
+    WorkerChanged,
+    WorkerGone,
+    WorkerJoined,
+    WorkerReported,
+    WorkerState,
+)
+from service.control.fleet_state import FleetState
+from service.control.ledger import Ledger
+from service.control.lengths import LengthPredictor
+from service.control.policies import make_policy
+from service.control.prices import PriceProblem, PriceSolution
+from service.control.stats import Counters, RouterStats, WorkerStats
+from service.control.view import FleetView, Pair, View
+from service.control.waiting import Entry, WaitingRoom, fit_to_fleet
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStats:
-    """One worker as the ledger sees it now."""
-
-    worker_id: str
-    state: WorkerState
-    batch_limit: int
-    active: int
-    foreign: int
-    kv_tokens: int
-    kv_capacity_tokens: int | None
-    iteration_s: float
-    startable: bool
-    price_batch: float
-    price_kv: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterStats:
-    """Counters since start and the state now; entered == waiting + running + all ends."""
-
-    entered: int
-    waiting: int
-    running: int
-    oldest_wait_s: float
-    ended: dict[Outcome, int]
-    refused: dict[Refusal, int]
-    starts: int
-    ticks: int
-    fallback_ticks: int
-    price_refreshes: int
-    price_age_s: float
-    workers: tuple[WorkerStats, ...] = field(default=())
+RATE_WINDOW = 256
+"""Arrivals over which the arrival rate is measured."""
+TICK_MIN_S = 0.001
+RETURNS_MAX = 8
+"""Workers that may turn one request away before it is refused."""
 
 
 class Router:
     """Holds every waiting and started request; decides which waiting request starts where."""
 
     def __init__(self, config: ControlConfig) -> None:
-        raise NotImplementedError
+        self._config = config
+        self._policy = make_policy(config)
+        self._fallback = CentralFcfs()
+        self._predictor = LengthPredictor(config.decode_tokens_default)
+        self._fleet = FleetState()
+        self._waiting = WaitingRoom()
+        self._ledger = Ledger(config.kernel, self._predictor)
+        buckets = max(1, config.horizon_iterations // config.bucket_iterations)
+        self._horizon = Horizon(buckets, config.bucket_iterations)
+        self._arrivals_s: deque[float] = deque(maxlen=RATE_WINDOW)
+        self._nobody_up_since_s = -np.inf
+        self._counters = Counters()
+        self._adopted_s: float | None = None
+        self._asked_s = -np.inf
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        """Book one event; answers only refusals that need no decision (queue full, too large)."""
-        raise NotImplementedError
+        """Book one event; answers only refusals that need no decision (queue full, too large).
+
+        Raises:
+            KeyError: the event names a request or worker that the router does not hold.
+        """
+        match event:
+            case Arrived(request):
+                return self._arrive(request)
+            case FirstToken(request_id):
+                self._ledger.progress(request_id, 1)
+            case Progressed(decode_tokens):
+                for request_id, tokens in decode_tokens.items():
+                    self._ledger.progress(request_id, tokens)
+            case Returned(request_id):
+                return self._return(request_id, now_s)
+            case Left(request_id, outcome, decode_tokens):
+                self._leave(request_id, outcome, decode_tokens, now_s)
+            case WorkerJoined() | WorkerChanged() | WorkerReported() | WorkerGone():
+                self._follow_worker(event, now_s)
+            case _:
+                assert_never(event)
+        return []
 
     def tick(self, now_s: float) -> list[Command]:
-        """Decide: starts and refusals, in the order they must be carried out."""
-        raise NotImplementedError
+        """Decide: refusals of those who waited too long, then starts in order of admission."""
+        self._counters.ticks += 1
+        commands: list[Command] = []
+        for request_id in self._waiting.expired(now_s):
+            entry = self._waiting.entries[request_id]
+            waited_s = now_s - entry.request.arrival_s
+            detail = f"no worker could start the request within {waited_s:.1f} s"
+            commands.append(self._refuse(request_id, Refusal.WAITED_TOO_LONG, detail))
+        commands += self._refuse_unreachable(now_s)
+        if len(self._waiting) and self._fleet.up().any():
+            commands += self._start(self._decide(now_s), now_s)
+        return commands
 
     def next_tick_s(self, now_s: float) -> float | None:
         """When the next timer tick is wanted; None while only an event can change anything."""
-        raise NotImplementedError
+        if not len(self._waiting):
+            return None
+        due_s = self._waiting.next_expiry_s()
+        up = self._fleet.up()
+        if not up.any():
+            since_s = max(self._nobody_up_since_s, self._waiting.oldest_arrival_s())
+            due_s = min(due_s, since_s + self._config.no_worker_hold_s)
+        elif self._has_free_slot().any():
+            due_s = min(due_s, now_s + float(self._fleet.array("iteration_s")[up].min()))
+        return max(due_s, now_s + TICK_MIN_S)
 
     def price_problem(self, now_s: float) -> PriceProblem | None:
         """Return an immutable snapshot to solve, when a price refresh is due; else None."""
-        raise NotImplementedError
+        settings = self._config.prices
+        if settings.inline or now_s - self._asked_s < settings.refresh_s:
+            return None
+        if self._config.policy is not PolicyName.ONLINE_LP or not len(self._fleet):
+            return None
+        self._asked_s = now_s
+        return self._policy.price_problem(self._view(now_s))
 
     def adopt(self, solution: PriceSolution, now_s: float) -> None:
-        """Take new prices; ones that are not finite are dropped and counted."""
-        raise NotImplementedError
+        """Take new prices; ones that are not finite or for another fleet are dropped, counted."""
+        ids = tuple(worker.spec.worker_id for worker in self._fleet.workers)
+        if not solution.is_finite() or solution.worker_ids != ids:
+            self._counters.prices_dropped += 1
+            return
+        self._policy.adopt(solution)
+        self._counters.price_refreshes += 1
+        self._adopted_s = now_s
 
     def stats(self, now_s: float) -> RouterStats:
         """Counters and gauges for metrics and tests."""
-        raise NotImplementedError
+        counters = self._counters
+        oldest_s = self._waiting.oldest_arrival_s()
+        return RouterStats(
+            entered=counters.entered,
+            waiting=len(self._waiting),
+            running=len(self._ledger),
+            oldest_wait_s=max(0.0, now_s - oldest_s) if np.isfinite(oldest_s) else 0.0,
+            ended=dict(counters.ended),
+            refused=dict(counters.refused),
+            starts=counters.starts,
+            returns=counters.returns,
+            ticks=counters.ticks,
+            fallback_ticks=counters.fallback_ticks,
+            last_fault=counters.last_fault,
+            price_refreshes=counters.price_refreshes,
+            prices_dropped=counters.prices_dropped,
+            price_age_s=0.0 if self._adopted_s is None else now_s - self._adopted_s,
+            arrivals_per_s=self._arrivals_per_s(now_s),
+            workers=self._worker_stats(now_s),
+        )
+
+    def _arrive(self, request: Request) -> list[Command]:
+        if request.request_id in self._waiting or request.request_id in self._ledger:
+            raise KeyError(f"request {request.request_id!r} is held already")
+        self._counters.entered += 1
+        self._arrivals_s.append(request.arrival_s)
+        wait_s = self._config.max_wait_s if request.max_wait_s is None else request.max_wait_s
+        entry = Entry(
+            request,
+            self._predictor.forecast(request),
+            self._counters.entered,
+            request.arrival_s + wait_s,
+        )
+        fit_to_fleet(entry, self._fleet)
+        self._waiting.add(entry)
+        turned_away = self._turn_away(request)
+        return [] if turned_away is None else [self._refuse(request.request_id, *turned_away)]
+
+    def _turn_away(self, request: Request) -> tuple[Refusal, str] | None:
+        """Reasons to refuse at once, before any wait."""
+        if len(self._waiting) > self._config.queue_max:
+            return Refusal.QUEUE_FULL, f"{self._config.queue_max} requests are waiting already"
+        if not len(self._fleet):
+            return None
+        serves = self._fleet.serves(request.model)
+        if not serves.any():
+            return Refusal.UNKNOWN_MODEL, f"no worker serves the model {request.model!r}"
+        room = float(self._fleet.array("kv_capacity_tokens")[serves].max())
+        if request.prompt_tokens + 1 > room:
+            return Refusal.TOO_LARGE, (
+                f"the prompt's {request.prompt_tokens} tokens exceed the KV cache of every worker "
+                f"that serves it (at most {room:.0f} tokens)"
+            )
+        return None
+
+    def _return(self, request_id: str, now_s: float) -> list[Command]:
+        entry, worker, _ = self._ledger.end(request_id)
+        if worker >= 0:
+            entry.avoid.add(self._fleet.workers[worker].spec.worker_id)
+            self._fleet.own_end(worker, now_s)
+        self._counters.returns += 1
+        self._waiting.add(entry)
+        if len(entry.avoid) > RETURNS_MAX:
+            detail = f"{len(entry.avoid)} workers in a row did not take the request"
+            return [self._refuse(request_id, Refusal.NO_WORKER, detail)]
+        return []
+
+    def _leave(
+        self, request_id: str, outcome: Outcome, decode_tokens: int | None, now_s: float
+    ) -> None:
+        if request_id in self._waiting:
+            self._waiting.remove(request_id)
+        else:
+            entry, worker, seen = self._ledger.end(request_id)
+            if worker >= 0:
+                self._fleet.own_end(worker, now_s)
+            if outcome is Outcome.COMPLETED:
+                tokens = seen if decode_tokens is None else decode_tokens
+                self._predictor.observe(entry.request, tokens)
+        self._counters.ended[outcome] += 1
+
+    def _follow_worker(
+        self, event: WorkerJoined | WorkerChanged | WorkerReported | WorkerGone, now_s: float
+    ) -> None:
+        was_up = self._fleet.up().any()
+        match event:
+            case WorkerJoined(spec, state):
+                self._fleet.join(spec, state)
+            case WorkerChanged(worker_id, state):
+                self._fleet.change(worker_id, state)
+                if state is WorkerState.UP:
+                    self._forgive(worker_id)
+            case WorkerReported(worker_id, report, reported_at_s):
+                own = self._ledger.own_load(self._fleet.index[worker_id])
+                self._fleet.report(worker_id, report, own, reported_at_s)
+            case WorkerGone(worker_id):
+                self._ledger.drop_worker(self._fleet.remove(worker_id))
+            case _:
+                assert_never(event)
+        if was_up and not self._fleet.up().any():
+            self._nobody_up_since_s = now_s
+
+    def _forgive(self, worker_id: str) -> None:
+        """A worker that came back may be tried again by those it had turned away."""
+        for entry in self._waiting.entries.values():
+            entry.avoid.discard(worker_id)
+
+    def _refuse(self, request_id: str, reason: Refusal, detail: str) -> Refuse:
+        self._waiting.remove(request_id)
+        self._counters.refused[reason] += 1
+        return Refuse(request_id, reason, detail)
+
+    def _refuse_unreachable(self, now_s: float) -> list[Command]:
+        """Refuse those who have waited the hold time for any worker that serves them to come up."""
+        hold_s = self._config.no_worker_hold_s
+        overdue = [
+            request_id
+            for request_id, entry in self._waiting.entries.items()
+            if now_s - max(entry.request.arrival_s, self._nobody_up_since_s) >= hold_s
+        ]
+        if not overdue:
+            return []
+        up = self._fleet.up()
+        commands: list[Command] = []
+        for request_id in overdue:
+            entry = self._waiting.entries[request_id]
+            reachable = up & self._fleet.serves(entry.request.model) if len(self._fleet) else up
+            untried = {self._fleet.workers[g].spec.worker_id for g in np.flatnonzero(reachable)}
+            if not untried - entry.avoid:
+                detail = f"no worker that serves the request came up within {hold_s:g} s"
+                commands.append(self._refuse(request_id, Refusal.NO_WORKER, detail))
+        return commands
+
+    def _decide(self, now_s: float) -> list[Pair]:
+        view = self._view(now_s)
+        try:
+            return self._policy.decide(view)
+        except Exception as fault:  # the one place: a broken policy must not stop the service
+            self._counters.fallback_ticks += 1
+            self._counters.last_fault = repr(fault)
+            return self._fallback.decide(view)
+
+    def _start(self, pairs: list[Pair], now_s: float) -> list[Command]:
+        ids = [(self._waiting.ids[row], worker) for row, worker in pairs]
+        commands: list[Command] = []
+        for request_id, worker in ids:
+            self._ledger.start(self._waiting.remove(request_id), worker, now_s)
+            self._counters.starts += 1
+            commands.append(Start(request_id, self._fleet.workers[worker].spec.worker_id))
+        return commands
+
+    def _view(self, now_s: float) -> View:
+        fleet = self._fleet
+        own = self._ledger.sequences_per_worker(len(fleet))
+
+        def occupancy(horizon: Horizon, offset: float) -> Usage:
+            return self._ledger.occupancy(fleet, horizon, now_s, offset)
+
+        return View(
+            now_s=now_s,
+            kernel=self._config.kernel,
+            horizon=self._horizon,
+            waiting=self._waiting.arrays(fleet),
+            fleet=FleetView(
+                worker_ids=tuple(worker.spec.worker_id for worker in fleet.workers),
+                batch_limit=fleet.array("batch_limit"),
+                kv_capacity_tokens=fleet.array("kv_capacity_tokens"),
+                block_tokens=fleet.array("block_tokens"),
+                iteration_s=fleet.array("iteration_s"),
+                outstanding=own + fleet.array("foreign_active"),
+                engine_queue_empty=fleet.engine_queue_empty(now_s),
+            ),
+            occupancy=occupancy,
+            arrivals_per_s=self._arrivals_per_s(now_s),
+        )
+
+    def _has_free_slot(self) -> np.ndarray:
+        fleet = self._fleet
+        own = self._ledger.sequences_per_worker(len(fleet))
+        free = fleet.array("batch_limit") - own - fleet.array("foreign_active")
+        return np.asarray(fleet.up() & (free >= 1))
+
+    def _arrivals_per_s(self, now_s: float) -> float:
+        """Arrivals per second over the last RATE_WINDOW of them."""
+        if len(self._arrivals_s) < 2:
+            return 0.0
+        return len(self._arrivals_s) / max(now_s - self._arrivals_s[0], 1e-6)
+
+    def _worker_stats(self, now_s: float) -> tuple[WorkerStats, ...]:
+        fleet = self._fleet
+        if not len(fleet):
+            return ()
+        ids = tuple(worker.spec.worker_id for worker in fleet.workers)
+        active = self._ledger.sequences_per_worker(len(fleet))
+        kv_tokens = self._ledger.kv_tokens_per_worker(len(fleet))
+        startable = self._has_free_slot() & fleet.engine_queue_empty(now_s)
+        price_batch, price_kv = self._policy.natural_prices(ids)
+        return tuple(
+            WorkerStats(
+                worker_id=ids[g],
+                state=worker.state,
+                batch_limit=worker.batch_limit,
+                active=int(active[g]),
+                foreign=worker.foreign_active,
+                kv_tokens=int(kv_tokens[g]),
+                kv_capacity_tokens=(
+                    int(worker.kv_capacity_tokens)
+                    if np.isfinite(worker.kv_capacity_tokens)
+                    else None
+                ),
+                iteration_s=worker.iteration_s,
+                startable=bool(startable[g]),
+                price_batch=float(price_batch[g]),
+                price_kv=float(price_kv[g]),
+            )
+            for g, worker in enumerate(fleet.workers)
+        )

@@ -1,0 +1,170 @@
+"""3 controller, the shipped policy: bid prices that value the future, and a bounded wait.
+
+What differs from the paper, and why (docs/decisions.md has the measurements):
+- the look-ahead is relative to now and counted in iterations seen, so it cannot drift;
+- recorded requests are re-timed as hypothetical arrivals over the look-ahead, so that the dual
+  prices the capacity that future requests will want, not the slots that past ones had;
+- rewards are normalised so that they never saturate;
+- whoever waited the age bound goes first, oldest first, and if nothing fits, room is reserved for
+  it on the worker that frees up soonest (later starts must end before, or fit beside it).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from service.control.assign import Candidates, Residual, admit_balanced
+from service.control.baselines import working_residual
+from service.control.columns import Columns, FloatArray, PrefixPrices, Usage
+from service.control.config import ControlConfig
+from service.control.prices import History, PriceProblem, PriceSolution
+from service.control.published import kv_scale, scarcity
+from service.control.reward import StartTimes, largest_reward, start_reward
+from service.control.view import Pair, View
+
+RESERVATIONS_MAX = 2
+"""Aged requests that fit nowhere and get room reserved, per tick; more would idle the fleet."""
+
+
+class ForwardLp:
+    """Bid-price control with forward prices, an age bound and reservations."""
+
+    def __init__(self, config: ControlConfig) -> None:
+        self._config = config
+        self._history = History(config.prices.history_max)
+        self._last_recorded_s = -np.inf
+        self._solution: PriceSolution | None = None
+        self._refreshes = 0
+
+    def decide(self, view: View) -> list[Pair]:
+        """Aged requests first, then by reduced cost; everything fits on all its future slots."""
+        residual = working_residual(view)
+        columns = view.columns()
+        allowed = view.waiting.allowed & view.fleet.engine_queue_empty
+        age_s = view.now_s - view.waiting.arrival_s
+        bound_s = self._config.age_bound_s
+        aged = age_s >= bound_s if bound_s > 0 else np.zeros(len(view.waiting), dtype=np.bool_)
+        pairs: list[Pair] = []
+        if aged.any():
+            pairs = self._start_aged(view, columns, residual, np.flatnonzero(aged))
+        rewards = self._rewards(view)
+        self._record(view, columns, rewards)
+        margin = rewards[:, None] - self._cost(view, columns)
+        young = allowed & ~aged[:, None]
+        candidates = Candidates(
+            columns, np.where(young, margin, -np.inf), view.waiting.order, floor=-np.inf
+        )
+        return pairs + admit_balanced(candidates, residual, 1.0 / view.fleet.batch_limit)
+
+    def price_problem(self, view: View) -> PriceProblem | None:
+        """Snapshot the dual whose columns are hypothetical arrivals over the look-ahead."""
+        if self._config.prices.zero or not len(view.fleet):
+            return None
+        settings = self._config.prices
+        self._refreshes += 1
+        rng = np.random.default_rng(self._config.seed + self._refreshes)
+        columns, rewards = self._history.columns(0.0)
+        retimed = Columns(
+            worker=np.zeros(rewards.size, dtype=np.int64),
+            start=rng.uniform(0.0, view.horizon.iterations, rewards.size).round(),
+            steps=columns.steps,
+            footprint=columns.footprint,
+            sequences=columns.sequences,
+        )
+        capacity, used = view.capacity(), view.occupancy(view.horizon, 0.0)
+        residual = Usage(batch=capacity.batch - used.batch, kv=capacity.kv - used.kv)
+        scale = kv_scale(view.fleet.kv_capacity_tokens)
+        return PriceProblem(
+            horizon=view.horizon,
+            scarcity=scarcity(residual, self.expected_arrivals(view), scale),
+            columns=retimed,
+            rewards=rewards,
+            warm=self._prices(view),
+            any_worker=True,
+            steps=settings.steps,
+            batch=settings.batch,
+            step_size=settings.step_size,
+            averaged=settings.averaged,
+            seed=self._config.seed + self._refreshes,
+            origin=0,
+            worker_ids=view.fleet.worker_ids,
+            normalizer=self._normalizer(),
+            kv_scale=scale,
+        )
+
+    def adopt(self, solution: PriceSolution) -> None:
+        """Use these prices from now on."""
+        self._solution = solution
+
+    def natural_prices(self, worker_ids: tuple[str, ...]) -> tuple[FloatArray, FloatArray]:
+        """(g,) price of one batch slot and of one KV token for one iteration, mean over buckets."""
+        if self._solution is None or self._solution.worker_ids != worker_ids:
+            return np.zeros(len(worker_ids)), np.zeros(len(worker_ids))
+        natural = self._solution.natural()
+        q = self._config.bucket_iterations
+        return natural.batch.mean(axis=1) / q, natural.kv.mean(axis=1) / q
+
+    def expected_arrivals(self, view: View) -> float:
+        """n^_remain: arrivals over the look-ahead at the measured rate, plus those waiting."""
+        left_s = view.horizon.iterations * float(view.fleet.iteration_s.mean())
+        return view.arrivals_per_s * left_s + len(view.waiting)
+
+    def _start_aged(
+        self, view: View, columns: Columns, residual: Residual, rows: np.ndarray
+    ) -> list[Pair]:
+        """Start aged requests, oldest first; reserve room for the first few that fit nowhere."""
+        pairs: list[Pair] = []
+        reserved = 0
+        allowed = view.waiting.allowed & view.fleet.engine_queue_empty
+        for row in rows[np.argsort(view.waiting.order[rows])].tolist():
+            one = columns.take(np.array([row]))
+            fits = residual.fits(one)[0] & allowed[row]
+            if fits.any():
+                free = residual.batch[:, 0] / view.fleet.batch_limit
+                worker = int(np.argmax(np.where(fits, free, -np.inf)))
+                residual.subtract(columns, row, worker)
+                pairs.append((row, worker))
+            elif reserved < RESERVATIONS_MAX:
+                reserved += residual.reserve(columns, row, view.waiting.allowed[row])
+            else:
+                break
+        return pairs
+
+    def _cost(self, view: View, columns: Columns) -> FloatArray:
+        prices = self._prices(view)
+        scale = kv_scale(view.fleet.kv_capacity_tokens)
+        per_token = Usage(batch=prices.batch, kv=prices.kv * scale)
+        return PrefixPrices.of(per_token, view.horizon).cost_on_every_worker(columns)
+
+    def _record(self, view: View, columns: Columns, rewards: FloatArray) -> None:
+        """Remember every request once, the first time a decision sees it."""
+        new = np.flatnonzero(view.waiting.arrival_s > self._last_recorded_s)
+        for row in new.tolist():
+            self._history.record(columns, 0.0, row, float(rewards[row]))
+        if new.size:
+            self._last_recorded_s = float(view.waiting.arrival_s[new].max())
+
+    def _rewards(self, view: View) -> FloatArray:
+        """(n,) normalised rewards of starting now."""
+        pace_s = float(view.fleet.iteration_s.mean()) if len(view.fleet) else 1.0
+        weights = self._config.weights
+        own = view.waiting.ttft_bound_s
+        bound_s = np.where(np.isnan(own), weights.ttft_bound_s, own)
+        times = StartTimes(
+            waited=(view.now_s - view.waiting.arrival_s) / pace_s,
+            decode_tokens=view.waiting.decode_tokens,
+            left=float(view.horizon.iterations),
+            e2e_bound=weights.e2e_bound_s / pace_s,
+            ttft_bound=bound_s / pace_s,
+        )
+        return view.waiting.value * start_reward(weights, times) / self._normalizer()
+
+    def _normalizer(self) -> float:
+        chosen = self._config.prices.reward_normalizer
+        return chosen or largest_reward(self._config.weights, self._config.horizon_iterations)
+
+    def _prices(self, view: View) -> Usage:
+        solution = self._solution
+        if solution is None or solution.worker_ids != view.fleet.worker_ids:
+            return Usage.zeros(len(view.fleet), view.horizon)
+        return solution.prices

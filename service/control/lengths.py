@@ -1,0 +1,133 @@
+"""3 controller, decode lengths: a forecast per request, and what is left of one that runs.
+
+Everything is a distribution over a log-spaced grid of lengths. Requests without a hint are pooled
+by group and shrunk towards all traffic; those with a hint are pooled by the ratio true / hinted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.control.columns import FloatArray, IntArray
+from service.control.events import Request
+
+GRID_PER_OCTAVE = 8
+GRID_OCTAVES = 17
+GROUPS_MAX = 1024
+PRIOR_WEIGHT = 20.0
+MEMORY = 4096.0
+
+
+def _grid() -> FloatArray:
+    return np.asarray(2.0 ** (np.arange(GRID_OCTAVES * GRID_PER_OCTAVE + 1) / GRID_PER_OCTAVE))
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is believed about one request's decode length when it arrives.
+
+    Attributes:
+        decode_tokens: o^, the point that columns use; >= 1.
+        pool: index of the distribution behind it, for `LengthPredictor.remaining`.
+        scale: the distribution is of length / scale (1 for pooled lengths, the hint for ratios).
+    """
+
+    decode_tokens: int
+    pool: int
+    scale: float
+
+
+class LengthPredictor:
+    """Online length distributions with shrinkage and forgetting; bounded memory.
+
+    Pool 0 is all traffic without a hint, pool 1 the ratio true / hint of requests with one, the
+    rest are groups. A group's distribution is its own counts plus PRIOR_WEIGHT requests drawn from
+    pool 0.
+    """
+
+    def __init__(self, default_tokens: int) -> None:
+        self._grid = _grid()
+        self._counts = np.zeros((2 + GROUPS_MAX, self._grid.size))
+        self._pools: dict[str, int] = {}
+        self._mean_left = np.zeros_like(self._counts)
+        self._stale = np.ones(2 + GROUPS_MAX, dtype=np.bool_)
+        # Before anything is seen: an exponential around the default, worth one request.
+        body = np.exp(-self._grid / default_tokens)
+        self._counts[0] = np.append(body[:-1] - body[1:], body[-1]) + 1e-9
+        self._counts[0] /= self._counts[0].sum()
+        self._counts[1, GRID_PER_OCTAVE * (GRID_OCTAVES // 2)] = 1.0
+        # Ratios live around 1: their grid is the same one, moved down by half its octaves.
+        self._ratio_unit = 2.0 ** (GRID_OCTAVES // 2)
+
+    def forecast(self, request: Request) -> Forecast:
+        """Forecast one request: its hint if it has one, else the mean of its pool, capped."""
+        if request.decode_tokens_hint is not None:
+            tokens, pool, scale = request.decode_tokens_hint, 1, float(request.decode_tokens_hint)
+        else:
+            pool = self._pools.get(request.group, 0)
+            tokens, scale = round(self._left(pool)[0]), 1.0
+        if request.decode_tokens_limit is not None:
+            tokens = min(tokens, request.decode_tokens_limit)
+        return Forecast(max(1, tokens), pool, scale)
+
+    def observe(self, request: Request, decode_tokens: int) -> None:
+        """Learn from a completed request."""
+        if decode_tokens < 1:
+            return
+        if request.decode_tokens_hint is not None:
+            self._count(1, decode_tokens / request.decode_tokens_hint * self._ratio_unit)
+            return
+        self._count(0, decode_tokens)
+        if request.group:
+            if request.group not in self._pools and len(self._pools) < GROUPS_MAX:
+                self._pools[request.group] = 2 + len(self._pools)
+            if request.group in self._pools:
+                self._count(self._pools[request.group], decode_tokens)
+
+    def remaining(self, pool: IntArray, scale: FloatArray, produced: FloatArray) -> FloatArray:
+        """Conditional expected remaining length of requests that already produced some tokens.
+
+        Args:
+            pool: (n,) from the forecasts.
+            scale: (n,) likewise.
+            produced: (n,) tokens so far.
+
+        Returns:
+            (n,) E[o - d | o > d] >= 1, from each pool's survival function (spec section 7.3).
+        """
+        unit = np.where(pool == 1, self._ratio_unit / scale, 1.0)
+        position = np.log2(np.maximum(produced * unit, 1.0)) * GRID_PER_OCTAVE
+        cell = np.clip(np.floor(position).astype(np.int64), 0, self._grid.size - 1)
+        for index in np.unique(pool).tolist():
+            self._left(index)
+        return np.asarray(np.maximum(self._mean_left[pool, cell] / unit, 1.0))
+
+    def _count(self, pool: int, value: float) -> None:
+        cell = round(float(np.log2(max(value, 1.0))) * GRID_PER_OCTAVE)
+        counts = self._counts[pool]
+        counts[min(cell, self._grid.size - 1)] += 1.0
+        if counts.sum() > MEMORY:
+            counts *= 0.5
+        self._stale[pool] = True
+        if pool == 0:
+            self._stale[2:] = True
+
+    def _left(self, pool: int) -> FloatArray:
+        """(cells,) mean remaining length of survivors of each grid point; entry 0 is the mean."""
+        if self._stale[pool]:
+            counts = self._counts[pool]
+            if pool >= 2:
+                base = self._counts[0]
+                counts = counts + base * (PRIOR_WEIGHT / base.sum())
+            alive = np.cumsum(counts[::-1])[::-1]
+            work = np.cumsum((counts * self._grid)[::-1])[::-1]
+            # Survivors of cell c are those in later cells; the last cell leaves its own width.
+            later_alive, later_work = np.append(alive[1:], 0.0), np.append(work[1:], 0.0)
+            width = self._grid * (2.0 ** (1.0 / GRID_PER_OCTAVE) - 1.0)
+            mean = np.divide(later_work, later_alive, out=self._grid + width, where=later_alive > 0)
+            self._mean_left[pool] = np.maximum(mean - self._grid, width)
+            self._mean_left[pool, 0] = work[0] / alive[0]
+            self._stale[pool] = False
+        return np.asarray(self._mean_left[pool])

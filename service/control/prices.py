@@ -1,0 +1,216 @@
+"""3 controller, dual side: shadow prices by Algorithm 2, its history, and the dual bound.
+
+Prices are kept normalised (reward / normaliser per batch slot, and per KV token x kv_scale), as in
+[OLP] B.2; `PriceSolution.natural` turns them back. Solving is a pure function of a PriceProblem, so
+it may run in any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.control.columns import (
+    Columns,
+    FloatArray,
+    Horizon,
+    IntArray,
+    PrefixPrices,
+    Usage,
+    total_usage,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PriceSolution:
+    """Normalised prices and the look-ahead they belong to.
+
+    Attributes:
+        prices: (g, N) normalised shadow prices, >= 0.
+        origin: absolute iteration of the look-ahead's left edge (0 for a relative look-ahead).
+        worker_ids: the workers, in the order of the rows.
+        normalizer: reward units per normalised unit.
+        kv_scale: normalised KV units per token.
+    """
+
+    prices: Usage
+    origin: int
+    worker_ids: tuple[str, ...]
+    normalizer: float
+    kv_scale: float
+
+    def is_finite(self) -> bool:
+        """Whether the prices may be used at all."""
+        return bool(np.isfinite(self.prices.batch).all() and np.isfinite(self.prices.kv).all())
+
+    def natural(self) -> Usage:
+        """(g, N) prices in reward units per batch slot and per KV token, for one bucket."""
+        return Usage(
+            batch=self.prices.batch * self.normalizer,
+            kv=self.prices.kv * (self.normalizer * self.kv_scale),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PriceProblem:
+    """f_k(p) of [OLP] eq. (6) with all that Algorithm 2 needs, as one immutable snapshot.
+
+    Attributes:
+        horizon: N buckets of q iterations.
+        scarcity: d_k, (g, N), residual capacity / expected arrivals; KV in normalised units.
+        columns: recorded or hypothetical columns, relative to the look-ahead's left edge.
+        rewards: (n,) normalised rewards, min(r / normalizer, 1).
+        warm: p_(k-1), normalised.
+        any_worker: each column may use whichever worker is cheapest (the max over g of the reduced
+            dual) instead of the worker it was recorded on.
+        steps: K. batch: mini-batch size. step_size: eta.
+        averaged: return the mean of the iterates instead of the last one.
+        seed: of the mini-batches.
+        origin, worker_ids, normalizer, kv_scale: passed through to the solution.
+    """
+
+    horizon: Horizon
+    scarcity: Usage
+    columns: Columns
+    rewards: FloatArray
+    warm: Usage
+    any_worker: bool
+    steps: int
+    batch: int
+    step_size: float
+    averaged: bool
+    seed: int
+    origin: int
+    worker_ids: tuple[str, ...]
+    normalizer: float
+    kv_scale: float
+
+    def solve(self) -> PriceSolution:
+        """Run K projected mini-batch subgradient steps from the warm start.
+
+        Source: [OLP] Algorithm 2 (B.3); an empty history gives zero prices.
+        """
+        workers = len(self.worker_ids)
+        if self.rewards.size == 0:
+            return self._solution(Usage.zeros(workers, self.horizon))
+        rng = np.random.default_rng(self.seed)
+        prices = self.warm
+        total = Usage.zeros(workers, self.horizon)
+        size = min(self.batch, self.rewards.size)
+        for _ in range(self.steps):
+            sample = rng.choice(self.rewards.size, size=size, replace=False)
+            prices = self._step(prices, sample)
+            if self.averaged:
+                total = Usage(batch=total.batch + prices.batch, kv=total.kv + prices.kv)
+        if self.averaged:
+            prices = Usage(batch=total.batch / self.steps, kv=total.kv / self.steps)
+        return self._solution(prices)
+
+    def _solution(self, prices: Usage) -> PriceSolution:
+        return PriceSolution(prices, self.origin, self.worker_ids, self.normalizer, self.kv_scale)
+
+    def _step(self, prices: Usage, sample: IntArray) -> Usage:
+        gradient = subgradient(self, prices, sample)
+        return Usage(
+            batch=np.maximum(prices.batch - self.step_size * gradient.batch, 0.0),
+            kv=np.maximum(prices.kv - self.step_size * gradient.kv, 0.0),
+        )
+
+
+def placed(problem: PriceProblem, prices: Usage, columns: Columns) -> tuple[Columns, FloatArray]:
+    """Put each column where it is priced (its own worker, or the cheapest) and give its cost."""
+    per_token = Usage(batch=prices.batch, kv=prices.kv * problem.kv_scale)
+    prefix = PrefixPrices.of(per_token, problem.horizon)
+    if not problem.any_worker:
+        return columns, prefix.cost(columns)
+    costs = prefix.cost_on_every_worker(columns)
+    cheapest = np.argmin(costs, axis=1)
+    return columns.on_worker(cheapest), costs[np.arange(cheapest.size), cheapest]
+
+
+def subgradient(problem: PriceProblem, prices: Usage, sample: IntArray) -> Usage:
+    """d_k minus the mean use of the sampled columns whose reward exceeds their cost.
+
+    Source: [OLP] eq. (8) and B.3 lines 11-17.
+    """
+    columns, cost = placed(problem, prices, problem.columns.take(sample))
+    accepted = (problem.rewards[sample] - cost > 0).astype(np.float64)
+    use = total_usage(columns, problem.horizon, prices.batch.shape[0], accepted)
+    return Usage(
+        batch=problem.scarcity.batch - use.batch / sample.size,
+        kv=problem.scarcity.kv - use.kv * (problem.kv_scale / sample.size),
+    )
+
+
+def saa_objective(problem: PriceProblem, prices: Usage) -> float:
+    """f_k(p) = d_k^T p + mean over the history of (r - a^T p)_+.
+
+    Source: [OLP] eq. (6).
+    """
+    _, cost = placed(problem, prices, problem.columns)
+    hinge = np.maximum(problem.rewards - cost, 0.0)
+    linear = np.sum(problem.scarcity.batch * prices.batch) + np.sum(problem.scarcity.kv * prices.kv)
+    return float(linear + hinge.sum() / max(1, hinge.size))
+
+
+def dual_bound(margins: FloatArray, capacity: Usage, prices: Usage) -> float:
+    """Bound from above the reward any feasible set of starts can earn: b^T p + sum [max_g D]_+.
+
+    Args:
+        margins: (n, g) reduced costs r - a^T p; -inf where a start is not allowed.
+        capacity: (g, N) what is free, in the units of the columns.
+        prices: (g, N) >= 0; any such prices give a valid bound.
+
+    Source: [OLP] 3.2, the reduced dual (weak duality).
+    """
+    best = margins.max(axis=1, initial=0.0) if margins.size else np.zeros(0)
+    linear = np.sum(capacity.batch * prices.batch) + np.sum(capacity.kv * prices.kv)
+    return float(linear + np.maximum(best, 0.0).sum())
+
+
+class History:
+    """A ring of recorded columns on the absolute iteration axis. Bounded; oldest go first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._next = 0
+        self._size = 0
+        # worker, start, steps, footprint, sequences, reward
+        self._rows = np.zeros((6, capacity))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def record(self, columns: Columns, start: float, row: int, reward: float) -> None:
+        """Remember one column that starts at an absolute iteration."""
+        self._rows[:, self._next] = (
+            columns.worker[row],
+            start,
+            columns.steps[row],
+            columns.footprint[row],
+            columns.sequences[row],
+            reward,
+        )
+        self._next = (self._next + 1) % self._capacity
+        self._size = min(self._size + 1, self._capacity)
+
+    def forget_before(self, keep: int) -> None:
+        """Drop all but the newest `keep` columns (a rate shift made the rest stale)."""
+        keep = min(keep, self._size)
+        newest = (self._next - keep + np.arange(keep)) % self._capacity
+        self._rows[:, :keep] = self._rows[:, newest]
+        self._size = keep
+        self._next = keep % self._capacity
+
+    def columns(self, origin: float) -> tuple[Columns, FloatArray]:
+        """All recorded columns relative to a look-ahead that begins at `origin`, and rewards."""
+        worker, start, steps, footprint, sequences, reward = self._rows[:, : self._size].copy()
+        columns = Columns(
+            worker=worker.astype(np.int64),
+            start=start - origin,
+            steps=steps,
+            footprint=footprint,
+            sequences=sequences,
+        )
+        return columns, reward

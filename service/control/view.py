@@ -1,0 +1,150 @@
+"""3 controller, what a policy sees at one tick: the waiting requests and the fleet, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from service.control.columns import (
+    BoolArray,
+    Columns,
+    FloatArray,
+    Horizon,
+    IntArray,
+    Usage,
+    kv_footprint,
+    service_steps,
+)
+from service.control.config import Kernel
+from service.control.prices import PriceProblem, PriceSolution
+
+Pair = tuple[int, int]
+"""(waiting row, worker index)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Waiting:
+    """n waiting requests; every array is (n,) unless said otherwise.
+
+    Attributes:
+        arrival_s: seconds. order: rank by arrival, breaks ties.
+        prompt_tokens: s. decode_tokens: o^. sequences: batch slots wanted.
+        value: reward multiplier. ttft_bound_s: own bound, NaN for the fleet's.
+        allowed: (n, g) worker is up, serves the model, and was not just tried in vain.
+    """
+
+    arrival_s: FloatArray
+    order: IntArray
+    prompt_tokens: FloatArray
+    decode_tokens: FloatArray
+    sequences: FloatArray
+    value: FloatArray
+    ttft_bound_s: FloatArray
+    allowed: BoolArray
+
+    def __len__(self) -> int:
+        return int(self.arrival_s.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FleetView:
+    """g workers; every array is (g,).
+
+    Attributes:
+        worker_ids: names, in index order.
+        batch_limit: B_g. kv_capacity_tokens: M_g, inf when unknown. block_tokens: KV block size.
+        iteration_s: measured decode iteration.
+        outstanding: sequences started on the worker and not ended, foreign ones included.
+        engine_queue_empty: no request is known to wait inside the engine.
+    """
+
+    worker_ids: tuple[str, ...]
+    batch_limit: FloatArray
+    kv_capacity_tokens: FloatArray
+    block_tokens: FloatArray
+    iteration_s: FloatArray
+    outstanding: FloatArray
+    engine_queue_empty: BoolArray
+
+    def __len__(self) -> int:
+        return len(self.worker_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class View:
+    """One tick's input.
+
+    Attributes:
+        now_s: the tick's time. kernel, horizon: of the columns.
+        waiting, fleet: the arrays.
+        occupancy: gives (g, N) what started requests hold on a look-ahead whose left edge lies some
+            iterations before now; computed on demand.
+        arrivals_per_s: measured arrival rate.
+    """
+
+    now_s: float
+    kernel: Kernel
+    horizon: Horizon
+    waiting: Waiting
+    fleet: FleetView
+    occupancy: Callable[[Horizon, float], Usage]
+    arrivals_per_s: float
+
+    def columns(self, start: float = 0.0) -> Columns:
+        """(n,) columns of starting each waiting request now (worker left at 0)."""
+        n = len(self.waiting)
+        # Workers may differ in block size; the largest is safe on all of them.
+        pad = float(self.fleet.block_tokens.max()) - 1.0 if len(self.fleet) else 0.0
+        return Columns(
+            worker=np.zeros(n, dtype=np.int64),
+            start=np.full(n, start),
+            steps=service_steps(self.kernel, self.waiting.decode_tokens),
+            footprint=kv_footprint(self.kernel, self.waiting.prompt_tokens + pad),
+            sequences=self.waiting.sequences,
+        )
+
+    def capacity(self) -> Usage:
+        """(g, N) B_g and M_g on every bucket."""
+        ones = np.ones(self.horizon.buckets)
+        return Usage(
+            batch=np.outer(self.fleet.batch_limit, ones),
+            kv=np.outer(self.fleet.kv_capacity_tokens, ones),
+        )
+
+
+class Policy(Protocol):
+    """A decision rule; it may keep state of its own (a turn, prices), never the requests."""
+
+    def decide(self, view: View) -> list[Pair]:
+        """Choose starts, in order. Each row at most once, each pair allowed."""
+        ...
+
+    def price_problem(self, view: View) -> PriceProblem | None:
+        """Return what to solve next, or None when the policy has no prices."""
+        ...
+
+    def adopt(self, solution: PriceSolution) -> None:
+        """Use new prices from now on."""
+        ...
+
+    def natural_prices(self, worker_ids: tuple[str, ...]) -> tuple[FloatArray, FloatArray]:
+        """(g,) mean price over the look-ahead per batch slot and per KV token, one iteration."""
+        ...
+
+
+class Unpriced:
+    """The price half of the protocol for rules that have no prices."""
+
+    def price_problem(self, view: View) -> PriceProblem | None:
+        """There is nothing to solve."""
+        return None
+
+    def adopt(self, solution: PriceSolution) -> None:
+        """There is nothing to take."""
+
+    def natural_prices(self, worker_ids: tuple[str, ...]) -> tuple[FloatArray, FloatArray]:
+        """Everything is free of charge."""
+        return np.zeros(len(worker_ids)), np.zeros(len(worker_ids))
