@@ -1,0 +1,378 @@
+"""2 central queue: where request tasks wait; sole owner and caller of the Router.
+
+Never calls the Router across an `await`. Time is the loop's, so a test swaps the loop. What a
+decision says is not here (control), nor what is done with a placement (4 forwarder.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import deque
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Protocol
+
+from service.control.events import (
+    Arrived,
+    Command,
+    Event,
+    FirstToken,
+    Left,
+    Outcome,
+    Progressed,
+    Refusal,
+    Refuse,
+    Request,
+    Returned,
+    Start,
+    WorkerState,
+)
+from service.errors import ClientGoneError, RefusedError, RouterBrokeError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+
+    from structlog.typing import FilteringBoundLogger
+
+    from service.control.prices import PriceProblem, PriceSolution
+    from service.control.router import Router
+    from service.control.stats import RouterStats
+
+TICK_RETRY_S: Final = 0.1
+STARTS_REMEMBERED: Final = 64
+RETRY_AFTER_MAX_S: Final = 60
+
+
+class Refresher(Protocol):
+    """Solves price problems away from the decision."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a problem is being solved."""
+
+    def solve(self, problem: PriceProblem, adopt: Callable[[PriceSolution], None]) -> None:
+        """Solve, then call adopt on the loop; at once or later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueConfig:
+    """How the queue drives the router.
+
+    Attributes:
+        tick_share_max: most of the event loop's time that ticks may take, in (0, 1]; a tick that
+            comes too soon after a long one waits.
+    """
+
+    tick_share_max: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuse a share that is none."""
+        if not 0 < self.tick_share_max <= 1:
+            raise ValueError(f"tick_share_max must be in (0, 1], got {self.tick_share_max}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStats:
+    """The queue and its router now.
+
+    Attributes:
+        router: counters and gauges of the router, its view only.
+        refused_at_door: requests turned away without entering the router (draining).
+        tick_errors: ticks that raised.
+        event_errors: events the router raised on.
+        ticking: whether the last tick went well.
+        draining: whether new requests are turned away.
+        held: requests inside `place` now.
+    """
+
+    router: RouterStats
+    refused_at_door: int
+    tick_errors: int
+    event_errors: int
+    ticking: bool
+    draining: bool
+    held: int
+
+    @property
+    def imbalance(self) -> int:
+        """Entered minus waiting, running and ended: zero, or a request was lost or ended twice."""
+        router = self.router
+        ended = sum(router.ended.values()) + sum(router.refused.values())
+        return router.entered - router.waiting - router.running - ended
+
+    @property
+    def usable_workers(self) -> int:
+        """Workers that are up."""
+        return sum(worker.state is WorkerState.UP for worker in self.router.workers)
+
+
+class Placement:
+    """One request's reservation, from its arrival until `place` is left.
+
+    Attributes:
+        request: as the router knows it.
+        worker_id: where it was started last.
+        queued_s: time spent waiting for a start so far, seconds.
+        starts: how often it was started; more than one after `returned`.
+        decode_tokens: output tokens of all its sequences seen so far, or None.
+        outcome: how it will end if the block is left without an exception.
+    """
+
+    def __init__(self, queue: CentralQueue, request: Request) -> None:
+        self.request = request
+        self.worker_id = ""
+        self.queued_s = 0.0
+        self.starts = 0
+        self.decode_tokens: int | None = None
+        self.outcome = Outcome.COMPLETED
+        self.gone = False
+        self._queue = queue
+        self._turn: asyncio.Future[Command] = queue.new_turn()
+
+    def first_token(self) -> None:
+        """Report the first output token."""
+        self._queue.publish(FirstToken(self.request.request_id))
+
+    def progressed(self, decode_tokens: int) -> None:
+        """Report output tokens seen so far, over all sequences; booked with the next tick."""
+        self.decode_tokens = decode_tokens
+        self._queue.note_progress(self.request.request_id, self._per_sequence(decode_tokens))
+
+    async def returned(self) -> None:
+        """Give the start back, as the worker did not take the request, and wait for another.
+
+        Raises:
+            RefusedError: when the router turns the request away instead.
+        """
+        self._turn = self._queue.new_turn()
+        self._queue.publish(Returned(self.request.request_id))
+        await self.start()
+
+    async def start(self) -> None:
+        """Wait for the router's word; `place` and `returned` call it."""
+        loop = asyncio.get_running_loop()
+        since_s = loop.time()
+        try:
+            command = await self._turn
+        finally:
+            self.queued_s += loop.time() - since_s
+        match command:
+            case Start(worker_id=worker_id):
+                self.worker_id = worker_id
+                self.starts += 1
+            case Refuse(reason=reason, detail=detail):
+                raise RefusedError(reason, detail, retry_after_s=self._queue.retry_after_s())
+
+    def obey(self, command: Command) -> None:
+        """Take the router's word; a task that was cancelled meanwhile does not hear it."""
+        self.gone = isinstance(command, Refuse)
+        if not self._turn.done():
+            self._turn.set_result(command)
+
+    def farewell(self) -> Left:
+        """The one event that ends this request in the router's books."""
+        seen = None if self.decode_tokens is None else self._per_sequence(self.decode_tokens)
+        return Left(self.request.request_id, self.outcome, seen)
+
+    def _per_sequence(self, decode_tokens: int) -> int:
+        return math.ceil(decode_tokens / self.request.sequences)
+
+
+class CentralQueue:
+    """Lets request tasks wait for a worker and tells the router what happens to them."""
+
+    def __init__(
+        self,
+        *,
+        router: Router,
+        refresher: Refresher,
+        config: QueueConfig,
+        on_tick: Callable[[float], None],
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._router = router
+        self._refresher = refresher
+        self._config = config
+        self._on_tick = on_tick
+        self._log = log
+        self._ids = itertools.count(1)
+        self._held: dict[str, Placement] = {}
+        self._progress: dict[str, int] = {}
+        self._start_times_s: deque[float] = deque(maxlen=STARTS_REMEMBERED)
+        self._soon: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._not_before_s = -math.inf
+        self._draining = False
+        self._ticking = True
+        self._tick_errors = 0
+        self._event_errors = 0
+        self._refused_at_door = 0
+
+    @asynccontextmanager
+    async def place(self, request: Request) -> AsyncIterator[Placement]:
+        """Wait for a start, hold it for the block, and end the request exactly once.
+
+        The request id is replaced by one of our own, as clients may repeat theirs. Leaving the
+        block normally ends the request as `placement.outcome`; ClientGoneError and cancellation
+        end it as cancelled, any other exception as failed. A client that leaves while its request
+        waits is taken out of the queue.
+
+        Raises:
+            RefusedError: the router turned the request away, which ends it as refused.
+        """
+        placement = self._enter(request)
+        try:
+            await placement.start()
+            yield placement
+        except (asyncio.CancelledError, GeneratorExit, ClientGoneError):
+            placement.outcome = Outcome.CANCELLED
+            raise
+        except BaseException:
+            placement.outcome = Outcome.FAILED
+            raise
+        finally:
+            self._leave(placement)
+
+    def publish(self, event: Event) -> None:
+        """Book an event of the fleet or of a placement, and decide soon."""
+        now_s = asyncio.get_running_loop().time()
+        try:
+            commands = self._router.handle(event, now_s)
+        except Exception:
+            self._event_errors += 1
+            self._log.exception("event_failed", event_type=type(event).__name__)
+        else:
+            self._obey(commands, now_s)
+        self._tick_soon()
+
+    def note_progress(self, request_id: str, decode_tokens: int) -> None:
+        """Remember tokens per sequence for the next tick; progress alone wakes no tick.
+
+        A busy worker yields hundreds of tokens an iteration; the decision reads them when
+        something that can change it happens.
+        """
+        self._progress[request_id] = decode_tokens
+
+    def drain(self) -> None:
+        """Turn new requests away from now on; those inside end as they would."""
+        self._draining = True
+
+    def close(self) -> None:
+        """Stop ticking; for the end of the loop."""
+        for handle in (self._soon, self._timer):
+            if handle is not None:
+                handle.cancel()
+        self._soon = self._timer = None
+
+    async def run(self) -> None:
+        """Start ticking, and stop when cancelled."""
+        self._tick_soon()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.close()
+
+    def stats(self) -> QueueStats:
+        """Read the counters of queue and router."""
+        return QueueStats(
+            router=self._router.stats(asyncio.get_running_loop().time()),
+            refused_at_door=self._refused_at_door,
+            tick_errors=self._tick_errors,
+            event_errors=self._event_errors,
+            ticking=self._ticking,
+            draining=self._draining,
+            held=len(self._held),
+        )
+
+    def retry_after_s(self) -> int:
+        """In how many seconds as many requests start as are held now, at the pace of late."""
+        times = self._start_times_s
+        if len(times) < 2:
+            return 1
+        pace_s = (times[-1] - times[0]) / (len(times) - 1)
+        return min(max(1, math.ceil(len(self._held) * pace_s)), RETRY_AFTER_MAX_S)
+
+    def new_turn(self) -> asyncio.Future[Command]:
+        """A future the next command for a placement resolves."""
+        return asyncio.get_running_loop().create_future()
+
+    def _enter(self, request: Request) -> Placement:
+        if self._draining:
+            self._refused_at_door += 1
+            raise RefusedError(Refusal.DRAINING, "bidgate is shutting down")
+        request = replace(request, request_id=f"r{next(self._ids)}")
+        placement = Placement(self, request)
+        self._held[request.request_id] = placement
+        now_s = asyncio.get_running_loop().time()
+        try:
+            commands = self._router.handle(Arrived(request), now_s)
+        except Exception as error:
+            del self._held[request.request_id]
+            self._event_errors += 1
+            self._log.exception("event_failed", event_type="Arrived")
+            raise RouterBrokeError("the router could not book the request") from error
+        self._obey(commands, now_s)
+        self._tick_soon()
+        return placement
+
+    def _leave(self, placement: Placement) -> None:
+        request_id = placement.request.request_id
+        del self._held[request_id]
+        self._progress.pop(request_id, None)
+        if not placement.gone:
+            self.publish(placement.farewell())
+
+    def _obey(self, commands: Iterable[Command], now_s: float) -> None:
+        for command in commands:
+            placement = self._held.get(command.request_id)
+            if placement is None:
+                self._event_errors += 1
+                self._log.error("command_for_unknown_request", request_id=command.request_id)
+                continue
+            if isinstance(command, Start):
+                self._start_times_s.append(now_s)
+            placement.obey(command)
+
+    def _tick_soon(self) -> None:
+        if self._soon is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._not_before_s:
+            self._soon = loop.call_soon(self._tick)
+        else:
+            self._soon = loop.call_at(self._not_before_s, self._tick)
+
+    def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.close()
+        started_s = loop.time()
+        try:
+            next_s = self._decide(started_s)
+            self._ticking = True
+        except Exception:
+            self._tick_errors += 1
+            if self._ticking:
+                self._log.exception("tick_failed")
+            self._ticking = False
+            next_s = started_s + TICK_RETRY_S
+        duration_s = loop.time() - started_s
+        self._not_before_s = loop.time() + duration_s * (1 / self._config.tick_share_max - 1)
+        self._on_tick(duration_s)
+        if next_s is not None:
+            self._timer = loop.call_at(max(next_s, self._not_before_s), self._tick)
+
+    def _decide(self, now_s: float) -> float | None:
+        if self._progress:
+            progress, self._progress = self._progress, {}
+            self._obey(self._router.handle(Progressed(progress), now_s), now_s)
+        self._obey(self._router.tick(now_s), now_s)
+        if not self._refresher.busy:
+            problem = self._router.price_problem(now_s)
+            if problem is not None:
+                self._refresher.solve(problem, self._adopt)
+        return self._router.next_tick_s(now_s)
+
+    def _adopt(self, solution: PriceSolution) -> None:
+        self._router.adopt(solution, asyncio.get_running_loop().time())

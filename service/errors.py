@@ -1,0 +1,181 @@
+"""What can end a request early, and the HTTP answer each cause gets.
+
+    BidgateError
+    |-- ClientError                     the client's fault
+    |   |-- BadRequestError         400 invalid_request_error
+    |   |-- BodyTooLargeError       413 invalid_request_error
+    |   |-- BodyTooSlowError        408 timeout_error
+    |   `-- UnauthorizedError       401 authentication_error
+    |-- ClientGoneError             499 in logs only: nobody is left to read an answer
+    |-- RefusedError(reason)            REFUSAL_ANSWERS, one row per Refusal
+    |-- UpstreamError                   the worker's fault
+    |   |-- WorkerUnreachableError  502 bad_gateway: no connection, so nothing was generated
+    |   |-- WorkerBrokeError        502 bad_gateway: the connection died after the request was sent
+    |   `-- WorkerLateError         504 timeout_error: no byte for too long
+    `-- RouterBrokeError            500 server_error: our own bug
+
+429 means "full, try again", 503 "nobody can serve this now". Overload is never a 500.
+A request that can never fit is a 400 (code context_length_exceeded): its length is wrong, while
+413 is kept for bodies over the byte limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import orjson
+
+from service.control.events import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ASK_LATER_S: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How an error looks to a client.
+
+    Attributes:
+        status: HTTP status.
+        type: OpenAI error type.
+        code: OpenAI error code, or None.
+        retry: whether a Retry-After header makes sense.
+    """
+
+    status: int
+    type: str
+    code: str | None = None
+    retry: bool = False
+
+
+REFUSAL_ANSWERS: Final[Mapping[Refusal, Answer]] = MappingProxyType(
+    {
+        Refusal.QUEUE_FULL: Answer(429, "rate_limit_error", "queue_full", retry=True),
+        Refusal.WAITED_TOO_LONG: Answer(429, "rate_limit_error", "waited_too_long", retry=True),
+        Refusal.TOO_LARGE: Answer(400, "invalid_request_error", "context_length_exceeded"),
+        Refusal.UNKNOWN_MODEL: Answer(404, "not_found_error", "model_not_found"),
+        Refusal.NO_WORKER: Answer(503, "service_unavailable", "no_worker", retry=True),
+        Refusal.DRAINING: Answer(503, "service_unavailable", "draining", retry=True),
+    }
+)
+
+
+class BidgateError(Exception):
+    """Base of everything that ends a request early; not raised itself.
+
+    Attributes:
+        answer: status, type and code for the client.
+        param: the request field at fault, or None.
+        retry_after_s: whole seconds for Retry-After, or None.
+    """
+
+    answer: ClassVar[Answer] = Answer(500, "server_error")
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def reply(self) -> Answer:
+        """The answer of this very error; a class-wide value for most."""
+        return self.answer
+
+    @property
+    def status(self) -> int:
+        """HTTP status."""
+        return self.reply.status
+
+    def body(self) -> bytes:
+        """The OpenAI error object, as JSON."""
+        return error_body(str(self), self.reply, self.param)
+
+
+class ClientError(BidgateError):
+    """The request itself is wrong."""
+
+    answer = Answer(400, "invalid_request_error")
+
+
+class BadRequestError(ClientError):
+    """The body or a header cannot be understood."""
+
+
+class BodyTooLargeError(ClientError):
+    """The body is longer than the limit."""
+
+    answer = Answer(413, "invalid_request_error", "body_too_large")
+
+
+class BodyTooSlowError(ClientError):
+    """The body did not arrive in time."""
+
+    answer = Answer(408, "timeout_error", "body_too_slow")
+
+
+class UnauthorizedError(ClientError):
+    """The API key is missing or wrong."""
+
+    answer = Answer(401, "authentication_error", "invalid_api_key")
+
+
+class ClientGoneError(BidgateError):
+    """The client left, or stopped reading for too long."""
+
+    answer = Answer(499, "client_closed_request")
+
+
+class RefusedError(BidgateError):
+    """The router turned the request away."""
+
+    def __init__(self, reason: Refusal, message: str, *, retry_after_s: int | None = None) -> None:
+        known = REFUSAL_ANSWERS[reason]
+        super().__init__(
+            message, retry_after_s=(retry_after_s or ASK_LATER_S) if known.retry else None
+        )
+        self.reason = reason
+
+    @property
+    def reply(self) -> Answer:
+        """The row of the reason."""
+        return REFUSAL_ANSWERS[self.reason]
+
+
+class UpstreamError(BidgateError):
+    """The worker is at fault."""
+
+    answer = Answer(502, "bad_gateway")
+
+
+class WorkerUnreachableError(UpstreamError):
+    """No connection could be made: the worker cannot have taken the request."""
+
+    answer = Answer(502, "bad_gateway", "worker_unreachable")
+
+
+class WorkerBrokeError(UpstreamError):
+    """The connection died once the request was sent: it may have been generated in part."""
+
+    answer = Answer(502, "bad_gateway", "worker_broke")
+
+
+class WorkerLateError(UpstreamError):
+    """The worker sent nothing for too long."""
+
+    answer = Answer(504, "timeout_error", "worker_late")
+
+
+class RouterBrokeError(BidgateError):
+    """Our own bug."""
+
+
+def error_body(message: str, answer: Answer, param: str | None = None) -> bytes:
+    """Write the OpenAI error object that every client library understands."""
+    detail = {"message": message, "type": answer.type, "param": param, "code": answer.code}
+    return orjson.dumps({"error": detail})

@@ -1,0 +1,278 @@
+"""4 forwarder: relay one started request to its worker, bytes untouched, and report what passes.
+
+Tells the placement of first token, progress and end. The only place that retries: before the
+first byte, and only when the worker cannot have taken the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import aiohttp
+import httpx
+
+from service.central_queue import Placement
+from service.control.events import Outcome
+from service.errors import (
+    ClientGoneError,
+    UpstreamError,
+    WorkerBrokeError,
+    WorkerLateError,
+    WorkerUnreachableError,
+)
+from service.headers import RawHeaders, first, to_client
+from service.interrupt import Interrupt, Watchdog
+from service.sse import SseMeter, usage_tokens
+from service.worker_config import WorkerConfig
+
+BUSY_STATUSES: Final = (429, 503)
+USAGE_TAIL_BYTES: Final = 4096
+BROKEN: Final = (httpx.HTTPError, httpx.StreamError, aiohttp.ClientError, OSError)
+"""What a transport may raise while a response is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardConfig:
+    """Bounds of a relay; seconds.
+
+    Attributes:
+        connect_timeout_s: longest wait for a TCP connection to a worker.
+        keepalive_s: idle connections to workers are dropped after this; below the workers' own
+            limit (vLLM: 5 s), so that a request never meets a closing connection.
+        first_byte_timeout_s: longest wait for a worker's response and, of a stream, first event.
+        stall_timeout_s: longest silence within a response.
+        client_stall_timeout_s: longest a client may leave a full buffer unread.
+        retries_max: other workers tried when one cannot take a request.
+    """
+
+    connect_timeout_s: float = 3.0
+    keepalive_s: float = 4.0
+    first_byte_timeout_s: float = 600.0
+    stall_timeout_s: float = 60.0
+    client_stall_timeout_s: float = 60.0
+    retries_max: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are none."""
+        for name in (
+            "connect_timeout_s",
+            "keepalive_s",
+            "first_byte_timeout_s",
+            "stall_timeout_s",
+            "client_stall_timeout_s",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.retries_max < 0:
+            raise ValueError(f"retries_max must not be negative, got {self.retries_max}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request as it goes to whichever worker.
+
+    Attributes:
+        path: with a query string, if any: "/v1/completions".
+        headers: cleaned by headers.to_worker, request id included.
+        body: as sent.
+    """
+
+    path: str
+    headers: RawHeaders
+    body: bytes
+
+
+class Reply(Protocol):
+    """Where the response goes."""
+
+    async def start(self, status: int, headers: RawHeaders) -> None:
+        """Send status and headers."""
+
+    async def write(self, chunk: bytes) -> None:
+        """Send a part of the body; waits while the client does not read."""
+
+    async def end(self) -> None:
+        """Finish the response; a reply that is not ended is cut off."""
+
+
+class Forwarder:
+    """Relays requests to workers.
+
+    Attributes:
+        retries: how often another worker was tried, by reason (connect, busy).
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: Callable[[str], WorkerConfig],
+        transports: Mapping[str, httpx.AsyncBaseTransport],
+        config: ForwardConfig,
+        suspect: Callable[[str], None],
+    ) -> None:
+        self.retries: Counter[str] = Counter({"connect": 0, "busy": 0})
+        self._worker = worker
+        self._transports = transports
+        self._config = config
+        self._suspect = suspect
+        timeout_s = httpx.Timeout(None, connect=config.connect_timeout_s)
+        self._extensions = {"timeout": timeout_s.as_dict()}
+
+    async def relay(self, call: Call, placement: Placement, reply: Reply) -> None:
+        """Send a placed request to its worker and the response to the client.
+
+        An event stream that dies ends with an error event and without `[DONE]`.
+
+        Raises:
+            UpstreamError: the worker failed; if the response had begun it was finished or cut.
+            ClientGoneError: the client stopped reading.
+            RefusedError: after a worker did not take it, no other could.
+        """
+        relay = _Relay(placement, reply, self._config)
+        try:
+            with Interrupt() as interrupt:
+                relay.watchdog = Watchdog(interrupt)
+                try:
+                    response = await self._open(call, relay)
+                    try:
+                        await relay.pass_on(response)
+                    finally:
+                        await response.aclose()
+                finally:
+                    relay.watchdog.stop()
+        except UpstreamError as error:
+            await relay.break_off(error)
+            raise
+
+    async def _open(self, call: Call, relay: _Relay) -> httpx.Response:
+        placement = relay.placement
+        for attempt in itertools.count():
+            last = attempt >= self._config.retries_max
+            relay.expect_first_byte()
+            try:
+                response = await self._send(call, placement.worker_id)
+            except WorkerUnreachableError:
+                self._suspect(placement.worker_id)
+                if last:
+                    raise
+                self.retries["connect"] += 1
+            else:
+                if last or response.status_code not in BUSY_STATUSES:
+                    return response
+                await response.aclose()
+                self.retries["busy"] += 1
+            relay.watchdog.stop()
+            await placement.returned()
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _send(self, call: Call, worker_id: str) -> httpx.Response:
+        worker = self._worker(worker_id)
+        headers = call.headers
+        if worker.api_key is not None:
+            headers = [pair for pair in headers if pair[0] != b"authorization"]
+            headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
+        request = httpx.Request(
+            "POST",
+            worker.url + call.path,
+            headers=headers,
+            content=call.body,
+            extensions=self._extensions,
+        )
+        try:
+            return await self._transports[worker_id].handle_async_request(request)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise WorkerUnreachableError(f"worker {worker_id} cannot be reached") from error
+        except BROKEN as error:
+            raise WorkerBrokeError(f"worker {worker_id} dropped the request") from error
+
+
+class _Relay:
+    """One response on its way."""
+
+    watchdog: Watchdog
+
+    def __init__(self, placement: Placement, reply: Reply, config: ForwardConfig) -> None:
+        self.placement = placement
+        self._reply = reply
+        self._config = config
+        self._meter: SseMeter | None = None
+
+    def expect_first_byte(self) -> None:
+        self.watchdog.expect(self._late, self._config.first_byte_timeout_s)
+
+    async def pass_on(self, response: httpx.Response) -> None:
+        headers = to_client(response.headers.raw)
+        plain = first(headers, b"content-encoding") in (None, b"identity")
+        events = (first(headers, b"content-type") or b"").startswith(b"text/event-stream")
+        if response.status_code >= 400:
+            self.placement.outcome = Outcome.FAILED
+        if events:
+            if first(headers, b"x-accel-buffering") is None:
+                headers.append((b"x-accel-buffering", b"no"))
+            self._meter = SseMeter()
+        await self._reply.start(response.status_code, headers)
+        try:
+            if self._meter is not None:
+                await self._pass_events(response, self._meter, count=plain)
+            else:
+                await self._pass_body(response, count=plain)
+        except BROKEN as error:
+            raise WorkerBrokeError(
+                f"worker {self.placement.worker_id} broke off its response"
+            ) from error
+        self.watchdog.stop()
+        await self._reply.end()
+
+    async def break_off(self, error: UpstreamError) -> None:
+        """Tell the reader of a begun event stream that it is not complete."""
+        if self._meter is None:
+            return
+        gap = b"\n\n" if self._meter.mid_event else b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.client_stall_timeout_s):
+                await self._reply.write(gap + b"data: " + error.body() + b"\n\n")
+                await self._reply.end()
+
+    async def _pass_events(self, response: httpx.Response, meter: SseMeter, *, count: bool) -> None:
+        placement, reply, config = self.placement, self._reply, self._config
+        expect = self.watchdog.expect
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        async for chunk in response.stream:
+            expect(_unread, config.client_stall_timeout_s)
+            seen = meter.tokens
+            if count:
+                meter.feed(chunk)
+            if meter.tokens != seen:
+                if not seen:
+                    placement.first_token()
+                placement.progressed(meter.tokens)
+            await reply.write(chunk)
+            expect(self._late, config.stall_timeout_s)
+        if meter.failed:
+            placement.outcome = Outcome.FAILED
+        elif count and not meter.done:
+            raise WorkerBrokeError(f"worker {placement.worker_id} ended its stream early")
+
+    async def _pass_body(self, response: httpx.Response, *, count: bool) -> None:
+        tail = b""
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        async for chunk in response.stream:
+            self.watchdog.expect(_unread, self._config.client_stall_timeout_s)
+            await self._reply.write(chunk)
+            tail = (tail + chunk)[-USAGE_TAIL_BYTES:]
+            self.watchdog.expect(self._late, self._config.stall_timeout_s)
+        if count:
+            self.placement.decode_tokens = usage_tokens(tail)
+
+    def _late(self) -> WorkerLateError:
+        return WorkerLateError(f"worker {self.placement.worker_id} sent nothing for too long")
+
+
+def _unread() -> ClientGoneError:
+    return ClientGoneError("the client stopped reading")

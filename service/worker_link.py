@@ -1,0 +1,56 @@
+"""The HTTP connections to one worker: a pool of its own, no proxy, no cookies, nothing added.
+
+One pool per worker, as a shared pool is scanned in full at every request.
+"""
+
+from __future__ import annotations
+
+import aiohttp
+import httpx
+from httpx_aiohttp import AiohttpTransport
+
+AUTO_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")
+
+
+class WorkerTransport(AiohttpTransport):
+    """`httpx_aiohttp.AiohttpTransport` whose errors tell whether the request can have been sent.
+
+    The library calls a connection reset before the response a ConnectTimeout and lets a garbled
+    response out as aiohttp's own error. Here ConnectError and ConnectTimeout mean that no
+    connection was made, hence nothing was sent; what came later is a ReadError or a
+    RemoteProtocolError. Retrying a generation twice hangs on that difference.
+    """
+
+    def __init__(self, *, keepalive_s: float) -> None:
+        def open_session() -> aiohttp.ClientSession:
+            return aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=AUTO_HEADERS,
+                trust_env=False,
+                auto_decompress=False,
+            )
+
+        super().__init__(trust_env=False, client=open_session)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send, with errors told apart."""
+        try:
+            return await super().handle_async_request(request)
+        except httpx.ConnectTimeout as error:
+            if isinstance(error.__cause__, aiohttp.ConnectionTimeoutError):
+                raise
+            raise httpx.ReadError(str(error) or "connection lost", request=request) from error
+        except aiohttp.ClientError as error:
+            raise httpx.RemoteProtocolError(str(error), request=request) from error
+
+
+def make_client(
+    transport: httpx.AsyncBaseTransport, *, connect_timeout_s: float
+) -> httpx.AsyncClient:
+    """The client for the small questions (health, metrics, models) over a worker's transport."""
+    return httpx.AsyncClient(
+        transport=transport,
+        trust_env=False,
+        timeout=httpx.Timeout(None, connect=connect_timeout_s),
+    )
