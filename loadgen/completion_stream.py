@@ -16,7 +16,7 @@ DATA_PREFIX = b"data:"
 DONE = b"[DONE]"
 EVENT_BYTES_MAX = 1 << 20
 DETAIL_CHARACTERS_MAX = 200
-REFUSING_5XX = frozenset({503, 504})
+REFUSING_5XX = frozenset({503})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Verdict:
 
 
 def verdict_of_status(status: int, body: bytes) -> Verdict:
-    """Judge an answer that is no 200: 4xx, 503 and 504 turned the request away, the rest failed."""
+    """Judge an answer that is no 200: 4xx and 503 turned the request away, the rest failed."""
     detail = error_detail(body) or f"status {status}"
     refused = 400 <= status < 500 or status in REFUSING_5XX
     return Verdict(End.REFUSED if refused else End.FAILED, detail)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from loadgen.comparison import seconds_text, value_at
+from loadgen.comparison import value_at
 from loadgen.outcomes import End
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def _draw_distribution(
             f" bound {bound_s:g} s", (bound_s, 0.02), fontsize=8, color="#444444", va="bottom"
         )
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylim(0.0, 1.02)
     axes.set_xlabel("time to first token, seconds (log scale)")
     axes.set_ylabel("share of all requests sent")
@@ -95,8 +96,10 @@ def _draw_bars(axes: Axes, policies: JsonValue, measure: str, colours: Mapping[s
         heights = [value_at(policy, (measure, statistic)) or 0.0 for statistic in STATISTICS]
         places = np.arange(len(STATISTICS)) + (position - (len(colours) - 1) / 2) * width
         bars = axes.bar(places, heights, width * 0.92, color=colour, label=name)
-        labels = [seconds_text(height).replace(" ", "\n", 1) for height in heights]
-        axes.bar_label(bars, labels=labels, fontsize=6.5, padding=1, linespacing=0.9)
+        labels = [
+            f"{height:#.2g}".rstrip(".") if height < 100 else f"{height:.0f}" for height in heights
+        ]
+        axes.bar_label(bars, labels=labels, fontsize=7.5, padding=1)
     axes.set_xticks(np.arange(len(STATISTICS)), STATISTICS)
     axes.set_ylabel("seconds")
     axes.margins(y=0.14)
