@@ -1,0 +1,117 @@
+"""5 fleet: what changed between two scrapes of one worker, as a WorkerReport.
+
+Pure: pages in, reports out. Counters are compared per `engine` label, so that an engine which
+appears late (its series are absent until it has worked once) is not mistaken for progress.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from service.control.events import WorkerReport
+from service.engine_metrics import ENGINES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from service.engine_metrics import EnginePage, EngineSample
+    from service.worker_config import WorkerConfig
+
+_COUNTERS: Final = (
+    "token_latency_count",
+    "preemptions_total",
+    "generation_tokens_total",
+    "requests_succeeded_total",
+    "queue_time_count",
+)
+# Process start times are printed with few digits and may wobble by the clock's corrections.
+_START_TOLERANCE_S: Final = 1.0
+
+
+class EngineReports:
+    """Remembers the last page of a worker and turns the next one into a report."""
+
+    def __init__(self, worker: WorkerConfig) -> None:
+        self._worker = worker
+        self._last: dict[str, EngineSample] = {}
+        self._process_start_s: float | None = None
+
+    def report(self, page: EnginePage, models: frozenset[str] | None = None) -> WorkerReport:
+        """Compare a page with the one before.
+
+        The iteration time is d(sum) / d(count) of the time between output tokens: the engine's
+        own timestamps, so that the jitter of our scrapes drops out. It is None when no token was
+        made, and over a restart.
+
+        Args:
+            page: the new scrape.
+            models: names served, when they have changed.
+        """
+        restarted = self._restarted(page)
+        iteration_s = None if restarted else self._iteration_s(page.engines)
+        self._remember(page, restarted)
+        total = page.total
+        return WorkerReport(
+            running=total.running,
+            waiting=total.waiting,
+            kv_tokens_used=self._kv_tokens_used(total),
+            kv_capacity_tokens=self._learned_capacity(total),
+            block_tokens=total.block_tokens,
+            iteration_s=iteration_s,
+            preemptions_total=total.preemptions_total,
+            models=models,
+            restarted=restarted,
+        )
+
+    def _restarted(self, page: EnginePage) -> bool:
+        """Whether a counter fell or the server process is another one."""
+        before, after = self._process_start_s, page.process_start_s
+        if before is not None and after is not None and abs(after - before) > _START_TOLERANCE_S:
+            return True
+        return any(
+            _fell(self._last[label], sample)
+            for label, sample in page.engines.items()
+            if label in self._last
+        )
+
+    def _iteration_s(self, engines: Mapping[str, EngineSample]) -> float | None:
+        """Mean time of one decode iteration since the last page, over engines on both pages."""
+        seconds, tokens = 0.0, 0
+        for label, sample in engines.items():
+            last = self._last.get(label)
+            if last is None or None in (last.token_latency_sum_s, sample.token_latency_sum_s):
+                continue
+            seconds += (sample.token_latency_sum_s or 0.0) - (last.token_latency_sum_s or 0.0)
+            tokens += (sample.token_latency_count or 0) - (last.token_latency_count or 0)
+        if tokens < 1 or not (math.isfinite(seconds) and seconds > 0):
+            return None
+        return seconds / tokens
+
+    def _remember(self, page: EnginePage, restarted: bool) -> None:
+        """Keep the page; engines it does not name keep their last counters until a restart."""
+        kept = {} if restarted or len(self._last) > ENGINES_MAX else self._last
+        self._last = {**kept, **page.engines}
+        if page.process_start_s is not None:
+            self._process_start_s = page.process_start_s
+
+    def _learned_capacity(self, total: EngineSample) -> int | None:
+        """The engine's own capacity, unless the operator has set another."""
+        return None if self._worker.kv_capacity_tokens is not None else total.kv_capacity_tokens
+
+    def _kv_tokens_used(self, total: EngineSample) -> int | None:
+        """Tokens in allocated blocks, by the configured capacity when the engine tells none."""
+        if total.kv_tokens_used is not None:
+            return total.kv_tokens_used
+        if total.kv_use is None or self._worker.kv_capacity_tokens is None:
+            return None
+        return round(total.kv_use * self._worker.kv_capacity_tokens)
+
+
+def _fell(last: EngineSample, now: EngineSample) -> bool:
+    """Whether any counter known on both sides went down."""
+    for name in _COUNTERS:
+        before, after = getattr(last, name), getattr(now, name)
+        if before is not None and after is not None and after < before:
+            return True
+    return False
