@@ -116,6 +116,7 @@ class Placement:
         worker_id: where it was started last.
         queued_s: time spent waiting for a start so far, seconds.
         starts: how often it was started; more than one after `returned`.
+        first_token_s: when the first output token was seen, or None.
         decode_tokens: output tokens of all its sequences seen so far, or None.
         outcome: how it will end if the block is left without an exception.
     """
@@ -125,6 +126,7 @@ class Placement:
         self.worker_id = ""
         self.queued_s = 0.0
         self.starts = 0
+        self.first_token_s: float | None = None
         self.decode_tokens: int | None = None
         self.outcome = Outcome.COMPLETED
         self.gone = False
@@ -133,6 +135,7 @@ class Placement:
 
     def first_token(self) -> None:
         """Report the first output token."""
+        self.first_token_s = asyncio.get_running_loop().time()
         self._queue.publish(FirstToken(self.request.request_id))
 
     def progressed(self, decode_tokens: int) -> None:

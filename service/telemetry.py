@@ -1,0 +1,273 @@
+"""What bidgate tells about its requests and decisions: Prometheus series, one log line a request.
+
+The registry is our own. Gauges and counters are read from `stats()` at each scrape, so a worker that left leaves no series.
+Labels are bounded: workers, resources, reasons and status codes, never anything a client chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from service.central_queue import QueueStats
+from service.control.events import Outcome, WorkerState
+from service.control.stats import WorkerStats
+from service.fleet_types import WatchStats
+
+LATENCY_BUCKETS_S: Final = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
+    *(10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+OVERHEAD_BUCKETS_S: Final = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request, for its log line and the histograms; times in seconds, None where not reached.
+
+    Attributes:
+        request_id: the x-request-id.
+        path: the route.
+        model: as asked for.
+        status: HTTP status of the answer; 499 when nobody was left to read it.
+        outcome: completed, failed, cancelled or refused.
+        reason: error code of an answer that is ours, or "".
+        worker: where it was started last.
+        starts: how often it was started.
+        queued_s: wait in the central queue.
+        ttft_s: from arrival to the first output token, of streams.
+        e2e_s: from arrival to the end.
+        overhead_s: from arrival to the worker, less the wait in the queue.
+        prompt_tokens: estimate.
+        decode_tokens: as counted.
+    """
+
+    request_id: str
+    path: str
+    model: str = ""
+    status: int = 499
+    outcome: str = Outcome.CANCELLED
+    reason: str = ""
+    worker: str = ""
+    starts: int = 0
+    queued_s: float | None = None
+    ttft_s: float | None = None
+    e2e_s: float = 0.0
+    overhead_s: float | None = None
+    prompt_tokens: int | None = None
+    decode_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Where a scrape reads the state.
+
+    Attributes:
+        queue: of queue and router.
+        fleet: of the watches.
+        retries: other workers tried, by reason.
+        refresh_failures: price refreshes that raised.
+    """
+
+    queue: Callable[[], QueueStats]
+    fleet: Callable[[], tuple[WatchStats, ...]]
+    retries: Callable[[], dict[str, int]]
+    refresh_failures: Callable[[], int]
+
+
+class Telemetry:
+    """Histograms of requests and ticks, and the page of everything."""
+
+    def __init__(self, log: structlog.typing.FilteringBoundLogger, *, log_requests: bool) -> None:
+        self.registry = CollectorRegistry()
+        self._log = log
+        self._log_requests = log_requests
+        self._ttft_s = self._histogram("ttft", "Time to first token of streams", LATENCY_BUCKETS_S)
+        self._e2e_s = self._histogram("e2e", "Time from arrival to end", LATENCY_BUCKETS_S)
+        self._queued_s = self._histogram("queue_wait", "Wait for a start", OVERHEAD_BUCKETS_S)
+        self._tick_s = self._histogram("tick", "Duration of a decision", OVERHEAD_BUCKETS_S)
+        self._overhead_s = self._histogram(
+            "overhead", "Time in bidgate before the worker, without the wait", OVERHEAD_BUCKETS_S
+        )
+        self._responses = Counter(
+            "bidgate_responses", "Answers of proxied routes", ["code"], registry=self.registry
+        )
+
+    def observe_tick(self, duration_s: float) -> None:
+        """Count one decision."""
+        self._tick_s.observe(duration_s)
+
+    def observe_request(self, record: RequestRecord) -> None:
+        """Count one request and write its line."""
+        self._responses.labels(code=record.status).inc()
+        self._e2e_s.observe(record.e2e_s)
+        for histogram, value in (
+            (self._ttft_s, record.ttft_s),
+            (self._queued_s, record.queued_s),
+            (self._overhead_s, record.overhead_s),
+        ):
+            if value is not None:
+                histogram.observe(value)
+        if self._log_requests:
+            fields = {
+                key: value for key, value in asdict(record).items() if value not in (None, "")
+            }
+            for key, value in fields.items():
+                if isinstance(value, float):
+                    fields[key] = round(value, 6)
+            self._log.info("request", **fields)
+
+    def watch(self, sources: Sources) -> None:
+        """Add the state of queue, router and fleet to the page."""
+        self.registry.register(_StateCollector(sources))
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """Write the page and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def _histogram(self, name: str, text: str, buckets_s: tuple[float, ...]) -> Histogram:
+        return Histogram(f"bidgate_{name}_seconds", text, buckets=buckets_s, registry=self.registry)
+
+
+class _StateCollector(Collector):
+    """Turns the state at scrape time into series."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        queue = self._sources.queue()
+        yield from _queue_series(queue)
+        yield from _decision_series(queue)
+        yield from _worker_series(queue.router.workers)
+        yield from _watch_series(self._sources.fleet())
+        yield _counter(
+            "retries",
+            "Other workers tried before the first byte",
+            {(reason,): count for reason, count in self._sources.retries().items()},
+            ["reason"],
+        )
+        failures = self._sources.refresh_failures()
+        yield _counter("price_refresh_failures", "Price refreshes that raised", {(): failures})
+
+
+def _queue_series(stats: QueueStats) -> Iterator[Metric]:
+    router = stats.router
+    yield _gauge("queue_waiting", "Requests waiting for a start", router.waiting)
+    yield _gauge("queue_running", "Requests started and not ended", router.running)
+    yield _gauge("queue_oldest_wait_seconds", "Wait of the oldest request", router.oldest_wait_s)
+    yield _gauge("queue_draining", "Whether new requests are turned away", stats.draining)
+    yield _gauge(
+        "accounting_imbalance",
+        "Entered less waiting, running and ended: anything but 0 is a lost request",
+        stats.imbalance,
+    )
+    yield _gauge("arrivals_per_second", "Arrival rate of late", router.arrivals_per_s)
+    entered = router.entered + stats.refused_at_door
+    yield _counter("requests_entered", "Requests that came", {(): entered})
+    refused = {reason.value: count for reason, count in router.refused.items()}
+    refused["draining"] = refused.get("draining", 0) + stats.refused_at_door
+    ended = {outcome.value: count for outcome, count in router.ended.items()}
+    ended["refused"] = sum(refused.values())
+    yield _counter("requests_ended", "How requests ended", _keyed(ended), ["outcome"])
+    yield _counter("refusals", "Requests turned away", _keyed(refused), ["reason"])
+
+
+def _decision_series(stats: QueueStats) -> Iterator[Metric]:
+    router = stats.router
+    yield _gauge("ticking", "Whether the last decision went well", stats.ticking)
+    yield _counter("ticks", "Decisions", {(): router.ticks})
+    yield _counter("tick_errors", "Decisions that raised", {(): stats.tick_errors})
+    yield _counter("event_errors", "Events the router could not book", {(): stats.event_errors})
+    yield _counter(
+        "fallback_ticks", "Decisions first come first served", {(): router.fallback_ticks}
+    )
+    yield _counter("starts", "Requests sent to a worker", {(): router.starts})
+    yield _counter("returns", "Starts a worker did not take", {(): router.returns})
+    yield _counter("price_refreshes", "Prices adopted", {(): router.price_refreshes})
+    yield _counter("prices_dropped", "Prices not adopted", {(): router.prices_dropped})
+    yield _gauge("price_age_seconds", "Age of the prices in use", router.price_age_s)
+
+
+def _worker_series(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
+    price = GaugeMetricFamily(
+        "bidgate_shadow_price",
+        "Reward one more unit would earn: a batch slot or a KV token for one iteration",
+        labels=["worker", "resource"],
+    )
+    state = GaugeMetricFamily(
+        "bidgate_worker_state", "1 for the state a worker is in", labels=["worker", "state"]
+    )
+    values: dict[str, tuple[str, dict[str, float]]] = {
+        "startable": ("Whether a request could start now", {}),
+        "active": ("Sequences of our own requests", {}),
+        "foreign": ("Sequences of other clients, as reported", {}),
+        "batch_limit": ("Batch slots", {}),
+        "kv_tokens": ("KV tokens our own requests hold", {}),
+        "kv_capacity_tokens": ("KV tokens there are", {}),
+        "iteration_seconds": ("Time of one decode iteration", {}),
+    }
+    for worker in workers:
+        name = worker.worker_id
+        price.add_metric([name, "batch"], worker.price_batch)
+        price.add_metric([name, "kv"], worker.price_kv)
+        for one in WorkerState:
+            state.add_metric([name, one.value], float(worker.state is one))
+        for key, (_, column) in values.items():
+            field = "iteration_s" if key == "iteration_seconds" else key
+            value = getattr(worker, field)
+            if value is not None:
+                column[name] = float(value)
+    yield price
+    yield state
+    for key, (text, column) in values.items():
+        yield _per_worker(f"worker_{key}", text, column)
+
+
+def _watch_series(watches: Iterable[WatchStats]) -> Iterator[Metric]:
+    watches = tuple(watches)
+    stale = {watch.worker_id: float(watch.metrics_stale) for watch in watches}
+    yield _per_worker("worker_metrics_stale", "Up, and its metrics missing or too old", stale)
+    for name, text in (
+        ("scrapes_failed", "Failed scrapes"),
+        ("health_failures", "Failed health checks"),
+        ("times_lost", "Times it went down"),
+        ("restarts", "Times it was restarted"),
+    ):
+        counts = {watch.worker_id: getattr(watch, name) for watch in watches}
+        yield _counter(f"worker_{name}", text, _keyed(counts), ["worker"])
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"bidgate_{name}", text, value=float(value))
+
+
+def _per_worker(name: str, text: str, values: dict[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"bidgate_{name}", text, labels=["worker"])
+    for worker, value in values.items():
+        family.add_metric([worker], value)
+    return family
+
+
+def _keyed(counts: dict[str, int]) -> dict[tuple[str, ...], int]:
+    return {(label,): count for label, count in counts.items()}
+
+
+def _counter(
+    name: str, text: str, counts: dict[tuple[str, ...], int], labels: Iterable[str] = ()
+) -> Metric:
+    family = CounterMetricFamily(f"bidgate_{name}", text, labels=list(labels))
+    for key, count in counts.items():
+        family.add_metric(list(key), count)
+    return family
