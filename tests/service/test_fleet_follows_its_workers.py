@@ -35,13 +35,15 @@ CONFIG = WatchConfig()
 class Watched:
     """A running fleet over scripted servers, and every event it has published."""
 
-    def __init__(self, servers: dict[str, ScriptedServer], **overrides: object) -> None:
+    def __init__(
+        self, servers: dict[str, ScriptedServer], config: WatchConfig, **overrides: object
+    ) -> None:
         self.events: list[Event] = []
         self.states: dict[str, list[WorkerState]] = defaultdict(list)
         self.came_up = asyncio.Event()
         self.fleet = Fleet(
             [configured(name, **overrides) for name in servers],
-            CONFIG,
+            config,
             client_of(servers),
             self.take,
         )
@@ -76,9 +78,9 @@ def configured(name: str, **overrides: object) -> WorkerConfig:
 
 @asynccontextmanager
 async def watching(
-    servers: dict[str, ScriptedServer], **overrides: object
+    servers: dict[str, ScriptedServer], config: WatchConfig = CONFIG, **overrides: object
 ) -> AsyncIterator[Watched]:
-    watched = Watched(servers, **overrides)
+    watched = Watched(servers, config, **overrides)
     task = asyncio.create_task(watched.fleet.run())
     try:
         yield watched
@@ -271,7 +273,20 @@ def test_a_worker_without_readable_metrics_still_comes_up_with_its_models_known(
     run_virtual(scenario())
 
 
-def test_slow_metrics_do_not_hide_that_the_worker_died() -> None:
+def test_a_refused_health_check_is_enough_while_no_scrape_is_due() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer()
+        config = WatchConfig(metrics_interval_s=1000.0)
+        async with watching({"a": server}, config) as watched:
+            await asyncio.sleep(10)
+            server.listening = False
+            await asyncio.sleep(config.health_interval_s * (1 + config.jitter))
+            assert watched.state() is WorkerState.DOWN
+
+    run_virtual(scenario())
+
+
+def test_slow_metrics_do_not_hide_that_the_engine_died() -> None:
     async def scenario() -> None:
         server = ScriptedServer()
         async with watching({"a": server}) as watched:
@@ -376,6 +391,21 @@ def test_an_engine_that_shows_its_series_late_is_no_restart() -> None:
             reports = watched.reports()[before:]
             assert not any(report.restarted for report in reports)
             assert reports[0].iteration_s == pytest.approx(0.01)
+
+    run_virtual(scenario())
+
+
+def test_a_restart_of_two_engines_is_told_once_though_one_shows_itself_later() -> None:
+    async def scenario() -> None:
+        both = page(gaps=1000, engine="0") + page(gaps=1000, engine="1")
+        server = ScriptedServer(metrics=both)
+        async with watching({"a": server}) as watched:
+            await asyncio.sleep(1)
+            server.metrics = page(gaps=10, engine="0")
+            await asyncio.sleep(1)
+            server.metrics = page(gaps=20, engine="0") + page(gaps=5, engine="1")
+            await asyncio.sleep(1)
+            assert [report.restarted for report in watched.reports()].count(True) == 1
 
     run_virtual(scenario())
 
