@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-from-lock
 
-.PHONY: setup demo test check bench experiments lock clean
+.PHONY: setup demo test test-vllm check bench experiments lock clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,11 @@ demo: setup
 
 test: setup
 	@$(BIN)/pytest
+
+# Real vLLM on the CPU, or with BIDGATE_VLLM_URLS="http://a:8000 http://b:8000" on workers that run already.
+test-vllm: setup
+	@[ -n "$$BIDGATE_VLLM_URLS" ] || { scripts/vllm-env "$(PYTHON)" && $(BIN)/python -m tests.vllm.workers --check; }
+	@$(BIN)/pytest -m vllm --timeout 300 tests/vllm
 
 check: setup
 	@scripts/check
