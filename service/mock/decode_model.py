@@ -105,6 +105,7 @@ class DecodeWorker:
         self._prefilling: dict[str, _Sequences] = {}
         self._ends: dict[int, dict[str, _Sequences]] = {}
         self._batch = 0
+        self._queued = 0
         self._step_number = 0
         self._step: _Step | None = None
         self._tokens_left = 0
@@ -119,6 +120,26 @@ class DecodeWorker:
     def waiting(self) -> tuple[str, ...]:
         """Ids of the requests in the worker's own queue, next first."""
         return tuple(self._waiting)
+
+    @property
+    def batch(self) -> int:
+        """Sequences in the batch."""
+        return self._batch
+
+    @property
+    def queued(self) -> int:
+        """Sequences in the worker's own queue."""
+        return self._queued
+
+    @property
+    def kv_tokens_used(self) -> int:
+        """Tokens that the allocated KV blocks have room for."""
+        return self._kv.used * self._kv.block_tokens
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens that all KV blocks have room for."""
+        return self._kv.total * self._kv.block_tokens
 
     @property
     def decode_tokens_left(self) -> int:
@@ -154,6 +175,7 @@ class DecodeWorker:
                 f"the worker has {self._kv.total}"
             )
         self._waiting[request_id] = _Sequences(request_id, prompt_tokens, decode_tokens, sequences)
+        self._queued += sequences
         self._tokens_left += sequences * decode_tokens
 
     def abort(self, request_id: str) -> bool:
@@ -162,7 +184,9 @@ class DecodeWorker:
         Aborted while an iteration is in flight it takes no token from that iteration.
         """
         sequences = self._waiting.pop(request_id, None)
-        if sequences is None:
+        if sequences is not None:
+            self._queued -= sequences.count
+        else:
             sequences = self._running.get(request_id)
             if sequences is None:
                 return False
@@ -231,7 +255,7 @@ class DecodeWorker:
         totals = self._totals
         return DecodeWorkerStats(
             running=self._batch,
-            waiting=sum(sequences.count for sequences in self._waiting.values()),
+            waiting=self._queued,
             kv_tokens=self._kv.tokens,
             kv_blocks_used=self._kv.used,
             kv_blocks_total=self._kv.total,
@@ -252,6 +276,7 @@ class DecodeWorker:
             self._release(victim)
             self._waiting[victim.request_id] = victim
             self._waiting.move_to_end(victim.request_id, last=False)
+            self._queued += victim.count
             self._totals.preemptions += victim.count
             step.preempted.append(victim.request_id)
 
@@ -266,6 +291,7 @@ class DecodeWorker:
                 break
             del self._waiting[sequences.request_id]
             self._running[sequences.request_id] = sequences
+            self._queued -= sequences.count
             self._batch += sequences.count
             self._kv.take(sequences.count, kv_tokens)
             sequences.kv_tokens = kv_tokens

@@ -13,11 +13,11 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from naive_decode_worker import NaiveDecodeWorker, NaiveOutcome
 
 from service.mock.decode_model import DecodeWorker
 from service.mock.decode_records import RequestTooLargeError
 from service.mock.profiles import PROFILES
+from tests.mock.naive_decode_worker import NaiveDecodeWorker, NaiveOutcome
 
 
 class DecodeWorkerBesideThePlainOne(RuleBasedStateMachine):
@@ -95,6 +95,8 @@ class DecodeWorkerBesideThePlainOne(RuleBasedStateMachine):
             return
         assert self.worker.running == tuple(r.request_id for r in self.plain.running)
         assert self.worker.waiting == tuple(r.request_id for r in self.plain.waiting)
+        assert self.worker.batch == sum(r.count for r in self.plain.running)
+        assert self.worker.queued == sum(r.count for r in self.plain.waiting)
         for request in (*self.plain.running, *self.plain.waiting):
             assert self.worker.decode_tokens(request.request_id) == request.produced
 
