@@ -262,6 +262,11 @@ class CentralQueue:
         """Turn new requests away from now on; those inside end as they would."""
         self._draining = True
 
+    @property
+    def held(self) -> int:
+        """Requests inside `place` now."""
+        return len(self._held)
+
     def close(self) -> None:
         """Stop ticking; for the end of the loop."""
         for handle in (self._soon, self._timer):

@@ -1,7 +1,8 @@
 """What bidgate tells about its requests and decisions: Prometheus series, one log line a request.
 
-The registry is our own. Gauges and counters are read from `stats()` at each scrape, so a worker that left leaves no series.
-Labels are bounded: workers, resources, reasons and status codes, never anything a client chose.
+The registry is our own. Gauges and counters are read from `stats()` at each scrape, so a worker
+that left leaves no series. Labels are bounded: workers, resources, reasons and status codes,
+never anything a client chose.
 """
 
 from __future__ import annotations

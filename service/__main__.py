@@ -1,0 +1,5 @@
+"""`python -m service` is `bidgate`."""
+
+from service.cli import main
+
+main()

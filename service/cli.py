@@ -1,0 +1,135 @@
+"""The command `bidgate`: serve, mock-worker, check-config, explain.
+
+Flags are the settings (settings.py). Whatever is wrong with them is one line on stderr and exit
+status 2; an address that cannot be had is one line and exit status 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+from typing import Annotated, Final, NoReturn
+
+import cyclopts
+import structlog
+import yaml
+from cyclopts import App, Parameter
+from pydantic import TypeAdapter, ValidationError
+
+from service.explain import ExplainError, explain_service
+from service.listener import ListenError, listen
+from service.logs import configure_logging
+from service.settings import Settings, SettingsError, check_environment, describe
+
+FLAG_ALIASES: Final = {
+    "--static-backends": "--workers",
+    "--worker-urls": "--workers",
+    "--routing-logic": "--policy",
+    "--queue-size": "--queue-max",
+    "--queue-timeout-secs": "--max-wait-s",
+    "--connect-timeout-secs": "--connect-timeout-s",
+    "--max-payload-size": "--body-bytes-max",
+    "--retry-max-retries": "--retries-max",
+    "--engine-stats-interval": "--metrics-interval-s",
+    "--health-check-interval-secs": "--health-interval-s",
+    "--health-check-timeout-secs": "--health-timeout-s",
+    "--health-failure-threshold": "--failures-to-down",
+    "--drain-timeout": "--drain-s",
+}
+"""Other routers' spellings. Values mean the same; --workers also takes commas."""
+VALUE_ALIASES: Final = {"roundrobin": "round_robin"}
+
+
+def make_app() -> App:
+    """Build the command line."""
+    app = App(
+        name="bidgate",
+        version=version("bidgate"),
+        help="HTTP router for vLLM decode workers, with a central queue and shadow prices.",
+        help_epilogue="Other routers' flags work too: " + ", ".join(FLAG_ALIASES) + ".",
+    )
+    app.command(serve)
+    app.command(check_config)
+    app.command(explain)
+    return app
+
+
+def serve(*, settings: Annotated[Settings | None, Parameter(name="*")] = None) -> None:
+    """Run the router in front of vLLM-compatible servers.
+
+    Every flag is also a setting of the YAML file (--config) and an environment variable:
+    `control: {queue_max: 5}`, BIDGATE_CONTROL__QUEUE_MAX=5. Flags win over the environment, the
+    environment over the file. `bidgate check-config` prints the result.
+    """
+    settings = settings or Settings()
+    configure_logging(settings.server.log_format, settings.server.log_level)
+    log = structlog.get_logger("bidgate")
+    # Heavy imports wait until they are needed, so that mistakes are answered at once.
+    from service.app import assemble
+    from service.server import DrainingServer
+
+    service = assemble(settings)
+    with listen(settings.server.host, settings.server.port) as listener:
+        host, port = listener.getsockname()[:2]
+        log.info("listening", url=f"http://{host}:{port}", policy=settings.control.policy.value)
+        DrainingServer(service, settings.server, log).run(sockets=[listener])
+
+
+def check_config(*, settings: Annotated[Settings | None, Parameter(name="*")] = None) -> None:
+    """Check settings and print them in full, as YAML that --config reads; secrets are masked."""
+    settings = settings or Settings()
+    settings.worker_configs()
+    values = TypeAdapter(Settings).dump_python(settings, mode="json", exclude={"config"})
+    print(yaml.safe_dump(values, sort_keys=False, default_flow_style=False), end="")
+
+
+def explain(address: str = "http://127.0.0.1:8001", /) -> None:
+    """Say in words who is scarce in a running bidgate, and why requests wait.
+
+    Parameters
+    ----------
+    address
+        Where it listens.
+    """
+    print(explain_service(address))
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    run(sys.argv[1:])
+
+
+def run(arguments: list[str]) -> None:
+    """Run one command line; exits with a status other than 0 when something is wrong."""
+    try:
+        check_environment(os.environ)
+        make_app()(_in_our_words(arguments), exit_on_error=False, print_error=False)
+    except ValidationError as error:
+        _stop(describe(error))
+    except cyclopts.CycloptsError as error:
+        cause = error.__cause__
+        _stop(describe(cause) if isinstance(cause, ValidationError) else _one_line(error))
+    except SettingsError as error:
+        _stop(str(error))
+    except (ListenError, ExplainError) as error:
+        _stop(str(error), status=1)
+
+
+def _in_our_words(arguments: list[str]) -> list[str]:
+    """Replace other routers' spellings of flags and values."""
+    ours = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        flag = FLAG_ALIASES.get(flag, flag)
+        ours.append(flag + equals + value if equals else VALUE_ALIASES.get(flag, flag))
+    return ours
+
+
+def _one_line(error: cyclopts.CycloptsError) -> str:
+    return " ".join(str(error).split())
+
+
+def _stop(message: str, status: int = 2) -> NoReturn:
+    print(f"bidgate: {message}", file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,105 @@
+"""`bidgate explain`: a running bidgate's queue and prices in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from service.control.events import WorkerState
+from service.control.stats import WorkerStats
+
+TIMEOUT_S: Final = 5.0
+
+
+class ExplainError(Exception):
+    """Nothing can be said; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scarcity:
+    """What GET /scarcity answers: the queue now, and every worker as the controller sees it."""
+
+    waiting: int
+    running: int
+    oldest_wait_s: float
+    arrivals_per_s: float
+    price_age_s: float
+    workers: tuple[WorkerStats, ...]
+
+
+def explain_service(address: str) -> str:
+    """Ask the service at an address (http://host:port) and put its answer into words.
+
+    Raises:
+        ExplainError: it does not answer, or something else does.
+    """
+    address = address if "://" in address else f"http://{address}"
+    try:
+        response = httpx.get(f"{address.rstrip('/')}/scarcity", timeout=TIMEOUT_S, trust_env=False)
+        response.raise_for_status()
+        return explain(TypeAdapter(Scarcity).validate_json(response.content))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ExplainError(f"{address} does not answer: {error}") from error
+    except ValidationError as error:
+        raise ExplainError(f"{address} is no bidgate") from error
+
+
+def explain(state: Scarcity) -> str:
+    """Put queue and prices into words."""
+    lines = [_queue_line(state)]
+    if not state.workers:
+        return "\n".join([*lines, "No worker is known yet."])
+    lines.append(_scarcest(state.workers))
+    width = max(len(worker.worker_id) for worker in state.workers)
+    ranked = sorted(state.workers, key=lambda worker: (-_price(worker), worker.worker_id))
+    return "\n".join(lines + [_worker_line(worker, width) for worker in ranked])
+
+
+def _queue_line(state: Scarcity) -> str:
+    line = f"{state.running} requests run, {state.waiting} wait"
+    if state.waiting:
+        line += f", the oldest for {state.oldest_wait_s:.2f} s"
+    return f"{line}; {state.arrivals_per_s:.1f} arrive per second."
+
+
+def _scarcest(workers: tuple[WorkerStats, ...]) -> str:
+    up = [worker for worker in workers if worker.state is WorkerState.UP]
+    if not up:
+        return "No worker is up, so nothing can start."
+    top = max(up, key=_price)
+    if _price(top) <= 0:
+        return "Nothing is scarce: every price is zero, so a request that fits starts at once."
+    if top.price_batch >= _kv_price(top):
+        return (
+            f"Scarcest: batch slots on {top.worker_id}. One more slot there would earn"
+            f" {top.price_batch:.3g} reward per iteration (a larger --max-num-seqs, or a worker)."
+        )
+    return (
+        f"Scarcest: KV memory on {top.worker_id}. One more token of it would earn"
+        f" {top.price_kv:.3g} reward per iteration (more GPU memory for KV, or a worker)."
+    )
+
+
+def _worker_line(worker: WorkerStats, width: int) -> str:
+    used = worker.active + worker.foreign
+    kv = "KV unknown"
+    if worker.kv_capacity_tokens:
+        kv = f"KV {worker.kv_tokens / worker.kv_capacity_tokens:.0%} ours"
+    return (
+        f"  {worker.worker_id:<{width}}  {worker.state:<8} slots {used}/{worker.batch_limit},"
+        f" {kv}, {worker.iteration_s * 1e3:.1f} ms an iteration,"
+        f" price {worker.price_batch:.3g} a slot, {worker.price_kv:.3g} a KV token"
+        f"{'' if worker.startable else ', takes nothing now'}"
+    )
+
+
+def _price(worker: WorkerStats) -> float:
+    return max(worker.price_batch, _kv_price(worker))
+
+
+def _kv_price(worker: WorkerStats) -> float:
+    """Price of the KV memory that is one slot's even share, to compare with a slot's."""
+    return worker.price_kv * (worker.kv_capacity_tokens or 0) / worker.batch_limit

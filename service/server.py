@@ -1,0 +1,69 @@
+"""Serving: a listening socket, uvicorn, and an end in order.
+
+On the first SIGTERM or SIGINT `/ready` says 503 and new requests are refused, while those inside
+finish within the limit; then the process exits with 0. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import FrameType
+from typing import Final
+
+import uvicorn
+from structlog.typing import FilteringBoundLogger
+
+from service.app import Service
+from service.listener import BACKLOG
+from service.settings import ServerConfig
+
+LAST_BYTES_S: Final = 2
+"""After the drain, how long clients may take to read what was sent to them."""
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn that lets requests finish before it closes its ears."""
+
+    def __init__(self, service: Service, config: ServerConfig, log: FilteringBoundLogger) -> None:
+        super().__init__(
+            uvicorn.Config(
+                service.app,
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=config.client_keepalive_s,
+                timeout_graceful_shutdown=LAST_BYTES_S,
+            )
+        )
+        self._queue = service.queue
+        self._drain_s = config.drain_s
+        self._log = log
+        self._drain_until_s: float | None = None
+        self._signalled = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal, stop at the second; the exit status stays 0."""
+        if self._signalled:
+            self.should_exit = self.force_exit = True
+        self._signalled = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Go on until the drain is over."""
+        if self._signalled and not self.should_exit:
+            self._drain()
+        return await super().on_tick(counter)
+
+    def _drain(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if self._drain_until_s is None:
+            self._queue.drain()
+            self._drain_until_s = now_s + self._drain_s
+            self._log.info("draining", held=self._queue.held, limit_s=self._drain_s)
+        if not self._queue.held or now_s >= self._drain_until_s:
+            self._log.info("stopping", held=self._queue.held)
+            self.should_exit = True

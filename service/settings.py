@@ -1,0 +1,311 @@
+"""The settings: one frozen model, read once. Flags > environment BIDGATE_* > YAML file > defaults.
+
+Every group is the plain dataclass of the part it configures, so a knob is named in one place.
+Here are the groups of the process itself, the sources, and errors in words.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Final, get_type_hints
+
+import orjson
+import yaml
+from cyclopts import Group, Parameter
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from service.central_queue import QueueConfig
+from service.control.config import ControlConfig
+from service.edge import EdgeConfig
+from service.fleet_types import WatchConfig
+from service.forwarder import ForwardConfig
+from service.logs import LogFormat, LogLevel
+from service.mock.profiles import LLAMA_3_8B_A100, PROFILES
+from service.worker_config import WorkerConfig
+
+ENV_PREFIX: Final = "BIDGATE_"
+UNKNOWN_KINDS: Final = ("extra_forbidden", "unexpected_keyword_argument")
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where bidgate listens and how it stops.
+
+    Attributes:
+        host: address to listen on.
+        port: port to listen on; 0 lets the system choose.
+        log_format: text for people, json for machines.
+        log_level: the least severe lines that are written.
+        client_keepalive_s: idle connections of clients are closed after this many seconds.
+        drain_s: on SIGTERM, how many seconds queued and running requests may take to end.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8001
+    log_format: LogFormat = LogFormat.TEXT
+    log_level: LogLevel = LogLevel.INFO
+    client_keepalive_s: int = 75
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse ports and times that are none."""
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be in 0..65535, got {self.port}")
+        if self.client_keepalive_s < 1 or self.drain_s < 0:
+            raise ValueError("client_keepalive_s must be at least 1 and drain_s at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """What holds for every worker that does not say otherwise.
+
+    Attributes:
+        max_num_seqs: the workers' --max-num-seqs, which vLLM tells nobody.
+        worker_api_key: bearer token for the workers.
+    """
+
+    max_num_seqs: int = 256
+    worker_api_key: SecretStr | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a batch of nothing."""
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockConfig:
+    """Mock workers inside this process, to try bidgate without GPUs.
+
+    Attributes:
+        workers: how many.
+        profile: whose iteration times they have.
+        batch_limit: their --max-num-seqs.
+        time_scale: above 1 they run faster than real time.
+    """
+
+    workers: Annotated[int, Parameter(name="--mock")] = 0
+    profile: Annotated[str, Parameter(name="--mock-profile")] = LLAMA_3_8B_A100.name
+    batch_limit: Annotated[int, Parameter(name="--mock-batch-limit")] = 32
+    time_scale: Annotated[float, Parameter(name="--mock-time-scale")] = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse unknown profiles and impossible sizes."""
+        if not 0 <= self.workers <= 64:
+            raise ValueError(f"workers must be in 0..64, got {self.workers}")
+        if self.profile not in PROFILES:
+            raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {self.profile}")
+        if self.batch_limit < 1 or not self.time_scale > 0:
+            raise ValueError("batch_limit must be at least 1 and time_scale positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """One worker in the YAML file; fields left out follow the fleet's.
+
+    Attributes:
+        url: http://host:port.
+        id: its name in metrics and headers; host:port when left out.
+        batch_limit: its --max-num-seqs.
+        kv_capacity_tokens: its KV cache; learned from the engine when left out.
+        models: what it serves; learned from /v1/models when left out.
+        api_key: bearer token for it.
+    """
+
+    url: str
+    id: str | None = None
+    batch_limit: int | None = None
+    kv_capacity_tokens: int | None = None
+    models: tuple[str, ...] | None = None
+    api_key: SecretStr | None = None
+
+
+class Settings(BaseSettings):
+    """Everything an operator can set."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_nested_delimiter="__"
+    )
+
+    config: Annotated[
+        Path | None,
+        Parameter(group=Group("Settings", sort_key=0)),
+        Field(description="YAML file with settings; flags and environment win over it."),
+    ] = None
+    workers: Annotated[
+        tuple[str | WorkerSettings, ...],
+        NoDecode,
+        Parameter(
+            group=Group("Workers", sort_key=1), consume_multiple=True, negative="", metavar="URL..."
+        ),
+        Field(description="Base URLs of the workers: http://a:8000 http://b:8000."),
+    ] = ()
+    fleet: Annotated[FleetConfig, Parameter(name="*", group=Group("Workers", sort_key=1))] = (
+        FleetConfig()
+    )
+    mock: Annotated[MockConfig, Parameter(name="*", group=Group("Mock workers", sort_key=2))] = (
+        MockConfig()
+    )
+    server: Annotated[ServerConfig, Parameter(name="*", group=Group("Server", sort_key=3))] = (
+        ServerConfig()
+    )
+    edge: Annotated[EdgeConfig, Parameter(name="*", group=Group("Requests", sort_key=4))] = (
+        EdgeConfig()
+    )
+    forward: Annotated[ForwardConfig, Parameter(name="*", group=Group("Relaying", sort_key=5))] = (
+        ForwardConfig()
+    )
+    watch: Annotated[
+        WatchConfig, Parameter(name="*", group=Group("Watching workers", sort_key=6))
+    ] = WatchConfig()
+    queue: Annotated[QueueConfig, Parameter(name="*", group=Group("Decision", sort_key=7))] = (
+        QueueConfig()
+    )
+    control: Annotated[ControlConfig, Parameter(name="*", group=Group("Decision", sort_key=7))] = (
+        ControlConfig()
+    )
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """Accept one string with commas or spaces between, or JSON, as the environment gives it."""
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            return orjson.loads(value)
+        parts = [value] if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple):
+            return value
+        split: list[object] = []
+        for part in parts:
+            split.extend(part.replace(",", " ").split() if isinstance(part, str) else [part])
+        return split
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then environment, then the file that either of them names."""
+        path = init_settings().get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
+        if not path:
+            return init_settings, env_settings
+        return init_settings, env_settings, InitSettingsSource(settings_cls, _read_yaml(Path(path)))
+
+    def worker_configs(self) -> tuple[WorkerConfig, ...]:
+        """The configured workers, with the fleet's values where they have none.
+
+        Raises:
+            SettingsError: a URL is none, a name is given twice, or there is no worker at all.
+        """
+        workers = tuple(self._worker(one) for one in self.workers)
+        names = [worker.worker_id for worker in workers]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise SettingsError(f"workers: {twice} is listed twice")
+        if not workers and not self.mock.workers:
+            raise SettingsError("no workers: give --workers URL... or --mock N")
+        return workers
+
+    def _worker(self, given: str | WorkerSettings) -> WorkerConfig:
+        one = WorkerSettings(url=given) if isinstance(given, str) else given
+        url = one.url.rstrip("/").removesuffix("/v1")
+        key = one.api_key or self.fleet.worker_api_key
+        try:
+            return WorkerConfig(
+                worker_id=one.id or url.partition("://")[2],
+                url=url,
+                batch_limit=one.batch_limit or self.fleet.max_num_seqs,
+                kv_capacity_tokens=one.kv_capacity_tokens,
+                models=None if one.models is None else frozenset(one.models),
+                api_key=None if key is None else key.get_secret_value(),
+            )
+        except ValueError as error:
+            raise SettingsError(f"workers: {error}") from error
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Refuse BIDGATE_ variables that no setting has; pydantic-settings would ignore them.
+
+    Raises:
+        SettingsError: names the variable and the nearest known one.
+    """
+    known = {ENV_PREFIX + name.upper().replace(".", "__") for name in setting_names()}
+    # A whole group as JSON is a way to set it, and pydantic checks what is inside.
+    known |= {ENV_PREFIX + name.upper() for name in Settings.model_fields}
+    for name in sorted(environ):
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
+            raise SettingsError(f"unknown setting {name}{_nearest(name.upper(), known)}")
+
+
+def describe(error: ValidationError) -> str:
+    """Say in one line what is wrong with the settings; secrets are not repeated."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] in UNKNOWN_KINDS:
+        line = f"unknown setting {name}{_nearest(name, set(setting_names()))}"
+    else:
+        message = first["msg"].removeprefix("Value error, ")
+        line = f"{name}: {message[:1].lower()}{message[1:]}"
+        if not isinstance(first["input"], dict) and "key" not in name:
+            line += f", got {first['input']!r}"
+    more = len(problems) - 1
+    return f"{line} (and {more} more)" if more else line
+
+
+def setting_names() -> Iterator[str]:
+    """Dotted names of every setting: server.port, control.weights.ttft, ..."""
+    for name, info in Settings.model_fields.items():
+        default = info.default
+        if is_dataclass(default) and not isinstance(default, type):
+            yield from _field_names(type(default), f"{name}.")
+        else:
+            yield name
+    yield from _field_names(WorkerSettings, "workers.")
+
+
+def _field_names(group: type, prefix: str) -> Iterator[str]:
+    hints = get_type_hints(group)
+    for spec in fields(group):
+        if is_dataclass(hints[spec.name]):
+            yield from _field_names(hints[spec.name], f"{prefix}{spec.name}.")
+        else:
+            yield f"{prefix}{spec.name}"
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _read_yaml(path: Path) -> dict[str, object]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read {path}: {error}") from error
+    except yaml.YAMLError as error:
+        words = " ".join(str(error).split())
+        raise SettingsError(f"{path} is not valid YAML: {words}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise SettingsError(f"{path} must hold a mapping of settings")
+    return values
