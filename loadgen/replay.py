@@ -34,6 +34,8 @@ ERROR_BODY_BYTES_MAX = 4096
 
 HINT_HEADER = "x-bidgate-decode-tokens"
 TENANT_HEADER = "x-bidgate-tenant"
+VALUE_HEADER = "x-bidgate-value"
+TTFT_HEADER = "x-bidgate-ttft-ms"
 WORKER_HEADER = "x-bidgate-worker"
 QUEUE_HEADER = "x-bidgate-queue-ms"
 
@@ -148,14 +150,9 @@ class Replay:
     async def _exchange(
         self, client: httpx.AsyncClient, exchange: _Exchange, content: bytes
     ) -> Verdict:
-        headers = {"content-type": "application/json"}
-        if exchange.request.decode_tokens_hint is not None:
-            headers[HINT_HEADER] = str(exchange.request.decode_tokens_hint)
-        if exchange.request.tenant:
-            headers[TENANT_HEADER] = exchange.request.tenant
         now_s = asyncio.get_running_loop().time
         async with client.stream(
-            "POST", "/v1/completions", content=content, headers=headers
+            "POST", "/v1/completions", content=content, headers=request_headers(exchange.request)
         ) as response:
             exchange.status = response.status_code
             exchange.worker = response.headers.get(WORKER_HEADER, "")
@@ -191,6 +188,20 @@ class Replay:
             group=request.group,
             detail=exchange.verdict.detail,
         )
+
+
+def request_headers(request: TraceRequest) -> dict[str, str]:
+    """Say in headers what a trace knows of a request beside its prompt."""
+    headers = {"content-type": "application/json"}
+    if request.decode_tokens_hint is not None:
+        headers[HINT_HEADER] = str(request.decode_tokens_hint)
+    if request.tenant:
+        headers[TENANT_HEADER] = request.tenant
+    if request.value != 1.0:
+        headers[VALUE_HEADER] = f"{request.value:g}"
+    if request.ttft_bound_s is not None:
+        headers[TTFT_HEADER] = f"{request.ttft_bound_s * 1e3:g}"
+    return headers
 
 
 def open_client(settings: ReplaySettings) -> httpx.AsyncClient:

@@ -91,17 +91,25 @@ def build_workload(spec: WorkloadSpec) -> list[TraceRequest]:
     return with_prediction(_cut(requests, spec.decode_tokens_max), spec)
 
 
-def mean_decode_tokens(
+def mean_lengths(
     trace: Trace, seed: int, requests: int = 20_000, decode_tokens_max: int | None = None
-) -> float:
-    """Mean answer length of a trace's first requests, in tokens, after cutting long answers."""
+) -> tuple[float, float]:
+    """Mean prompt and answer length of a trace's first requests, tokens, long answers cut."""
     lengths = [
-        min(request.decode_tokens, decode_tokens_max or request.decode_tokens)
+        (request.prompt_tokens, min(request.decode_tokens, decode_tokens_max or math.inf))
         for request in islice(trace.read(_seed_of(seed, LENGTH_STREAM)), requests)
     ]
     if not lengths:
         raise TraceError(f"the trace {trace.name} gave no request")
-    return float(np.mean(lengths))
+    prompt_tokens, decode_tokens = np.mean(lengths, axis=0)
+    return float(prompt_tokens), float(decode_tokens)
+
+
+def mean_decode_tokens(
+    trace: Trace, seed: int, requests: int = 20_000, decode_tokens_max: int | None = None
+) -> float:
+    """Mean answer length of a trace's first requests, in tokens, after cutting long answers."""
+    return mean_lengths(trace, seed, requests, decode_tokens_max)[1]
 
 
 def with_prediction(requests: Sequence[TraceRequest], spec: WorkloadSpec) -> list[TraceRequest]:

@@ -56,7 +56,11 @@ async def test_a_completion_is_one_record_with_its_times_and_tokens() -> None:
 
 async def test_a_request_carries_length_forecast_and_an_exact_prompt() -> None:
     async with fake_server(answer) as fake:
-        await run(fake, workload(1, decode_tokens_hint=4, tenant="acme"), api_key="k")
+        await run(
+            fake,
+            workload(1, decode_tokens_hint=4, tenant="acme", value=2.5, ttft_bound_s=0.3),
+            api_key="k",
+        )
         (sent,) = fake.received
     assert len(sent.body["prompt"]) == 5
     assert sent.body["max_tokens"] == sent.body["mock_decode_tokens"] == 3
@@ -64,6 +68,8 @@ async def test_a_request_carries_length_forecast_and_an_exact_prompt() -> None:
     assert sent.body["model"] == "tiny"
     assert sent.headers["x-bidgate-decode-tokens"] == "4"
     assert sent.headers["x-bidgate-tenant"] == "acme"
+    assert sent.headers["x-bidgate-value"] == "2.5"
+    assert sent.headers["x-bidgate-ttft-ms"] == "300"
     assert sent.headers["authorization"] == "Bearer k"
 
 

@@ -1,0 +1,59 @@
+"""How much processor time a group of processes used: whether a measurement was short of CPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+STAT_FIELDS_BEFORE_UTIME = 11
+"""Fields of /proc/PID/stat between the closing bracket of the name and utime."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuMeter:
+    """Measures processes, this one included, from when it was made.
+
+    Attributes:
+        pids: process ids to measure; those that are gone count nothing.
+        started_cpu_s: what they had used when the meter was made.
+        started_s: when that was, monotonic seconds.
+    """
+
+    pids: tuple[int, ...]
+    started_cpu_s: float
+    started_s: float
+
+    @classmethod
+    def start(cls, pids: Sequence[int]) -> CpuMeter:
+        """Begin to measure this process and the given ones."""
+        everyone = (os.getpid(), *pids)
+        return cls(everyone, _cpu_s(everyone), time.monotonic())
+
+    def share(self) -> float | None:
+        """Share of all processors used since the start; None where /proc does not tell."""
+        elapsed_s = time.monotonic() - self.started_s
+        used_s = _cpu_s(self.pids) - self.started_cpu_s
+        return used_s / (elapsed_s * processors()) if used_s > 0 and elapsed_s > 0 else None
+
+
+def processors() -> int:
+    """Count the processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_s(pids: Sequence[int]) -> float:
+    ticks = 0
+    for pid in pids:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            continue
+        fields = stat.rpartition(")")[2].split()
+        ticks += sum(map(int, fields[STAT_FIELDS_BEFORE_UTIME : STAT_FIELDS_BEFORE_UTIME + 2]))
+    return ticks / os.sysconf("SC_CLK_TCK")
