@@ -1,40 +1,49 @@
-# Every target is idempotent; all of them work from a fresh clone with Python 3.11 and nothing else.
+# Every target is idempotent and works from a fresh clone with Python 3.11 and nothing else.
 SHELL := /bin/bash
-PYTHON ?= python3
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-from-lock
 
-.PHONY: setup demo test test-vllm check bench experiments lock clean
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-vllm lint check bench experiments reference lock clean
 
-setup: $(STAMP)
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv from the lock file (every other target does it when needed)
 
 $(STAMP): requirements.lock pyproject.toml
 	@scripts/setup "$(PYTHON)" "$(VENV)"
 	@touch $(STAMP)
 
-demo: setup
+demo: setup ## three policies on four mock workers over real HTTP, one comparison (4 minutes)
 	@$(BIN)/bidgate-load demo --out out/demo
 
-test: setup
+test: setup ## the test suite
 	@$(BIN)/pytest
 
-# Real vLLM on the CPU, or with BIDGATE_VLLM_URLS="http://a:8000 http://b:8000" on workers that run already.
-test-vllm: setup
+# Or, on workers that run already: make test-vllm BIDGATE_VLLM_URLS="http://a:8000 http://b:8000"
+test-vllm: setup ## the tests against real vLLM on the CPU (installs it: 2.5 GB, 4 GiB of memory)
 	@[ -n "$$BIDGATE_VLLM_URLS" ] || { scripts/vllm-env "$(PYTHON)" && $(BIN)/python -m tests.vllm.workers --check; }
 	@$(BIN)/pytest -m vllm --timeout 300 tests/vllm
 
-check: setup
-	@scripts/check
+lint: setup ## format, lint, types, layers
+	@scripts/lint
 
-bench: setup
+check: lint test ## everything that must pass before a commit
+
+bench: setup ## benchmarks into out/bench
 	@$(BIN)/bidgate-load bench all --out out/bench
 
-experiments: setup
+experiments: setup ## the paper's experiments and more, into out/experiments
 	@$(BIN)/bidgate-load experiments --out out/experiments
 
-lock:
+reference: setup ## write deploy/settings.yaml and the tables of settings and metrics again
+	@$(BIN)/python -m scripts.reference
+
+lock: ## pin the dependencies again (needs uv)
 	@scripts/lock
 
-clean:
-	@rm -rf $(VENV) out
+clean: ## remove .venv, out and caches (not .vllm)
+	@rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
