@@ -1,0 +1,218 @@
+"""A mock vLLM server: an ASGI application around the mock engine.
+
+What a request may say is in protocol.py, what the answers look like in replies.py, when tokens
+come in engine.py, what /metrics shows in engine_series.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import orjson
+from prometheus_client import CollectorRegistry, generate_latest, make_asgi_app
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+
+from service.mock.bodies import ApiError
+from service.mock.engine import EngineDeadError, MockEngine, QueueFullError
+from service.mock.exchange import EVENTS, ClientLeftError, Exchange
+from service.mock.protocol import Reader
+from service.mock.replies import Reply, error_events
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from service.mock.engine import Generation
+    from service.mock.protocol import Asked
+    from service.mock.worker_config import MockWorkerConfig
+
+VLLM_VERSION: Final = "0.32.0"
+"""The version whose behaviour this copies."""
+
+
+def build_mock_worker(config: MockWorkerConfig) -> ASGIApp:
+    """Build the application; its lifespan runs the engine."""
+    return MockServer(config).app
+
+
+class MockServer:
+    """One mock worker.
+
+    Attributes:
+        engine: what generates.
+        app: the ASGI application.
+    """
+
+    def __init__(self, config: MockWorkerConfig) -> None:
+        self.engine = MockEngine(config)
+        self._config = config
+        self._created_s = int(time.time())
+        self._load = 0
+        self._registry = CollectorRegistry(auto_describe=True)
+        self._registry.register(self.engine.series)
+        reader = Reader(config)
+        self.app: ASGIApp = Starlette(
+            routes=[
+                self._posted("/v1/completions", reader.completion, "cmpl"),
+                self._posted("/v1/chat/completions", reader.chat, "chatcmpl"),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+                Route("/ping", self._health),
+                Route("/version", self._version),
+                Route("/load", self._server_load),
+                Route("/metrics", self._metrics),
+                # As in vLLM, only the path with a slash reaches the application that filters.
+                Mount("/metrics/", make_asgi_app(self._registry)),
+            ],
+            lifespan=self._lifespan,
+            exception_handlers={HTTPException: _detail},
+        )
+
+    def _posted(self, path: str, read: Callable[[bytes], Asked], prefix: str) -> Route:
+        """Route POSTs to the engine."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            id_headers = self._config.request_id_headers
+            exchange = Exchange(scope, receive, send, id_headers=id_headers)
+            await self._generate(read, prefix, exchange)
+
+        return Route(path, _Asgi(serve), methods=["POST"])
+
+    async def _generate(
+        self, read: Callable[[bytes], Asked], prefix: str, exchange: Exchange
+    ) -> None:
+        """Answer one POST."""
+        self._load += 1
+        try:
+            asked = read(await exchange.body())
+            reply_id = f"{prefix}-{exchange.name(asked.request_id)}"
+            await self._answer(asked, Reply(asked, reply_id, int(time.time())), exchange)
+        except ApiError as error:
+            await exchange.refuse(error)
+        except ClientLeftError:
+            return
+        finally:
+            self._load -= 1
+
+    async def _answer(self, asked: Asked, reply: Reply, exchange: Exchange) -> None:
+        """Generate, and send what comes when it comes."""
+        try:
+            generation = self.engine.submit(asked.decodes)
+        except EngineDeadError as error:
+            raise _engine_died() from error
+        except QueueFullError as error:
+            full = ApiError(503, "The server's request queue is full.", kind="Service Unavailable")
+            if not asked.stream:
+                raise full from error
+            # A stream is refused inside a 200.
+            await exchange.start(200, EVENTS)
+            await exchange.end(error_events(full))
+            return
+        async with asyncio.TaskGroup() as group:
+            leaving = group.create_task(self._abort_when_client_leaves(generation, exchange))
+            try:
+                await (_stream if asked.stream else _send_whole)(generation, reply, exchange)
+            finally:
+                leaving.cancel()
+                self.engine.abort(generation)
+
+    async def _abort_when_client_leaves(self, generation: Generation, exchange: Exchange) -> None:
+        await exchange.client_leaves()
+        self.engine.abort(generation)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as group:
+            engine = group.create_task(self.engine.run(), name="mock engine")
+            # Let it start before the server listens.
+            await asyncio.sleep(0)
+            yield
+            engine.cancel()
+
+    async def _models(self, _: Request) -> Response:
+        card = {
+            "id": self._config.model,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": "vllm",
+            "root": self._config.model,
+            "parent": None,
+            "max_model_len": self._config.max_model_len,
+        }
+        return _json({"object": "list", "data": [card]})
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self.engine.alive else 503)
+
+    async def _version(self, _: Request) -> Response:
+        return _json({"version": VLLM_VERSION})
+
+    async def _server_load(self, _: Request) -> Response:
+        return _json({"server_load": self._load})
+
+    async def _metrics(self, _: Request) -> Response:
+        page = generate_latest(self._registry)
+        return Response(page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+class _Asgi:
+    """Marks an ASGI application: Starlette would take a bare function for its own kind."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+async def _stream(generation: Generation, reply: Reply, exchange: Exchange) -> None:
+    """Send events as tokens come: one write for all that came since the last."""
+    await exchange.start(200, EVENTS)
+    while True:
+        await generation.news.wait()
+        generation.news.clear()
+        events = reply.news()
+        if generation.ended:
+            break
+        await exchange.write(events)
+    if generation.failed:
+        await exchange.end(events + error_events(_engine_died()))
+    elif generation.complete:
+        await exchange.end(events + reply.closing())
+
+
+async def _send_whole(generation: Generation, reply: Reply, exchange: Exchange) -> None:
+    """Wait for the end, then send everything."""
+    while not generation.ended:
+        await generation.news.wait()
+        generation.news.clear()
+    if generation.failed:
+        await exchange.refuse(_engine_died())
+    elif generation.complete:
+        await exchange.answer(200, reply.whole())
+
+
+def _engine_died() -> ApiError:
+    message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    return ApiError(500, message, kind="InternalServerError")
+
+
+def _json(body: object) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+async def _detail(_: Request, error: Exception) -> Response:
+    """Answer unknown routes and methods as FastAPI does."""
+    if not isinstance(error, HTTPException):
+        raise error
+    body = orjson.dumps({"detail": error.detail})
+    return Response(body, error.status_code, error.headers, "application/json")

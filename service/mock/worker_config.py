@@ -1,0 +1,78 @@
+"""Settings of one mock worker, in vLLM's terms where vLLM has one. Plain values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from service.mock.profiles import LLAMA_3_8B_A100
+
+if TYPE_CHECKING:
+    from service.mock.profiles import DecodeProfile
+
+CONTEXT_TOKENS_DEFAULT: Final = 32_768
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockWorkerConfig:
+    """One mock worker.
+
+    Attributes:
+        model: name served.
+        profile: durations of decode iterations.
+        batch_limit: most sequences in the batch (--max-num-seqs).
+        kv_capacity_tokens: tokens the KV cache holds; None for the profile's.
+        block_tokens: KV block size (--block-size).
+        context_tokens: prompt and output of one sequence (--max-model-len); None for the smaller
+            of CONTEXT_TOKENS_DEFAULT and the KV cache.
+        queue_max: sequences that may wait in the worker's own queue (--max-num-queued-reqs).
+        prefill: whether prompts are computed here (else they come from a prefill worker).
+        time_scale: how many times faster than real time it runs.
+        seed: of output lengths that no request fixes.
+        decode_tokens_mean: mean of those lengths (LMSYS-Chat-1M: 214.5 tokens an answer).
+        decode_tokens_sigma: spread of their logarithm.
+        request_id_headers: answer with x-request-id (--enable-request-id-headers).
+    """
+
+    model: str = "mock"
+    profile: DecodeProfile = LLAMA_3_8B_A100
+    batch_limit: int = 256
+    kv_capacity_tokens: int | None = None
+    block_tokens: int = 16
+    context_tokens: int | None = None
+    queue_max: int = 10_000
+    prefill: bool = True
+    time_scale: float = 1.0
+    seed: int = 0
+    decode_tokens_mean: float = 214.5
+    decode_tokens_sigma: float = 1.0
+    request_id_headers: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what vLLM would refuse at its start, and speeds that make no sense."""
+        if min(self.batch_limit, self.block_tokens, self.queue_max) < 1:
+            raise ValueError("batch_limit, block_tokens and queue_max must be at least 1")
+        if not (math.isfinite(self.time_scale) and self.time_scale > 0):
+            raise ValueError(f"time_scale must be positive, got {self.time_scale}")
+        if self.decode_tokens_mean < 1 or self.decode_tokens_sigma < 0:
+            raise ValueError("decode_tokens_mean must be >= 1 and decode_tokens_sigma >= 0")
+        if not 2 <= self.max_model_len <= self.kv_tokens:
+            raise ValueError(
+                f"the KV cache holds {self.kv_tokens} tokens: too few for one sequence of "
+                f"context_tokens={self.max_model_len}"
+            )
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in whole KV blocks."""
+        wanted = self.kv_capacity_tokens
+        capacity = self.profile.kv_capacity_tokens if wanted is None else wanted
+        return capacity // self.block_tokens * self.block_tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and output together."""
+        if self.context_tokens is not None:
+            return self.context_tokens
+        return min(CONTEXT_TOKENS_DEFAULT, self.kv_tokens)
