@@ -18,6 +18,17 @@ DEFAULT_OUT = Path("out/bench")
 LIGHT_FOLDER = "light-load"
 
 
+def every_bench(*, out: Path = DEFAULT_OUT) -> int:
+    """Run every benchmark, one after the other.
+
+    Parameters
+    ----------
+    out
+        Directory; each benchmark gets a folder in it.
+    """
+    return light_load(out=out / LIGHT_FOLDER)
+
+
 def light_load(
     *,
     out: Path = DEFAULT_OUT / LIGHT_FOLDER,

@@ -17,7 +17,7 @@ import httpx
 from cyclopts import App
 from rich.console import Console
 
-from loadgen.bench_commands import light_load
+from loadgen.bench_commands import every_bench, light_load
 from loadgen.demo_command import demo
 from loadgen.processes import ClusterError
 from loadgen.replay_command import replay
@@ -40,6 +40,7 @@ def make_app() -> App:
     app.command(report)
     bench = App(name="bench", help="Measure the router itself.")
     bench.command(light_load)
+    bench.command(every_bench, name="all")
     app.command(bench)
     return app
 

@@ -97,16 +97,16 @@ async def running_cluster(spec: ClusterSpec, policy: str) -> AsyncIterator[Clust
     router_port = spec.router_port or free
     worker_urls = tuple(f"http://{LOOPBACK}:{port}" for port in worker_ports)
     router_url = f"http://{LOOPBACK}:{router_port}"
-    with stopping([]) as children:
+    with stopping([]) as workers, stopping([]) as routers:
         for number, port in enumerate(worker_ports):
             log = spec.log_dir / f"worker-{number}.log"
-            children.append(start(f"worker {number}", worker_command(spec, port), log))
-        for child, url in zip(children, worker_urls, strict=True):
+            workers.append(start(f"worker {number}", worker_command(spec, port), log))
+        for child, url in zip(workers, worker_urls, strict=True):
             await until_ready(child, url + WORKER_READY_PATH)
         command = router_command(spec, policy, router_port, worker_urls)
-        children.append(start("the router", command, spec.log_dir / f"router-{policy}.log"))
-        await until_ready(children[-1], router_url + ROUTER_READY_PATH)
-        yield Cluster(router_url, worker_urls, tuple(children))
+        routers.append(start("the router", command, spec.log_dir / f"router-{policy}.log"))
+        await until_ready(routers[0], router_url + ROUTER_READY_PATH)
+        yield Cluster(router_url, worker_urls, (*workers, *routers))
 
 
 def worker_command(spec: ClusterSpec, port: int) -> list[str]:
