@@ -18,6 +18,9 @@ from service.control.prices import History, PriceProblem, PriceSolution
 from service.control.reward import StartTimes, largest_reward, start_reward
 from service.control.view import Pair, View
 
+NEVER_SCARCE = 1e12
+"""Entry of d_k for KV capacity that is not known; finite, since 0 x inf is not a number."""
+
 
 def kv_scale(kv_capacity_tokens: FloatArray) -> float:
     """mem_scale = 1 / max_g M_g, so that the two resources are commensurate ([OLP] B.2)."""
@@ -28,11 +31,12 @@ def kv_scale(kv_capacity_tokens: FloatArray) -> float:
 def scarcity(residual: Usage, expected_arrivals: float, scale: float) -> Usage:
     """d_k = remaining capacity / max(1, n^_remain), KV in normalised units.
 
-    Source: [OLP] eq. (11). Unknown (infinite) KV capacity is never scarce: its entry is 1.
+    Source: [OLP] eq. (11). Unknown (infinite) KV capacity is never scarce: its entry is so large
+    that no column can lift its price above zero.
     """
     share = 1.0 / max(1.0, expected_arrivals)
-    kv = np.where(np.isfinite(residual.kv), residual.kv * scale, 1.0 / share)
-    return Usage(batch=np.maximum(residual.batch, 0.0) * share, kv=np.maximum(kv, 0.0) * share)
+    kv = np.where(np.isfinite(residual.kv), residual.kv * (scale * share), NEVER_SCARCE)
+    return Usage(batch=np.maximum(residual.batch, 0.0) * share, kv=np.maximum(kv, 0.0))
 
 
 class PublishedLp:
