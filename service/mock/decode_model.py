@@ -202,6 +202,18 @@ class DecodeWorker:
         """Output tokens of each of the request's sequences so far; KeyError when not here."""
         return self._produced(self._running.get(request_id) or self._waiting[request_id])
 
+    def progress(self) -> dict[str, int]:
+        """Output tokens of each sequence so far, for every request in the batch."""
+        steps = self._step_number - (self._step is not None) + 1
+        return {
+            request_id: (
+                held.produced
+                if held.first_step is None
+                else held.produced + steps - held.first_step
+            )
+            for request_id, held in self._running.items()
+        }
+
     def begin_iteration(self) -> float | None:
         """Preempt if blocks run out, grow, admit; answer the iteration's duration in seconds.
 

@@ -97,6 +97,7 @@ class DecodeWorkerBesideThePlainOne(RuleBasedStateMachine):
         assert self.worker.waiting == tuple(r.request_id for r in self.plain.waiting)
         assert self.worker.batch == sum(r.count for r in self.plain.running)
         assert self.worker.queued == sum(r.count for r in self.plain.waiting)
+        assert self.worker.progress() == {r.request_id: r.produced for r in self.plain.running}
         for request in (*self.plain.running, *self.plain.waiting):
             assert self.worker.decode_tokens(request.request_id) == request.produced
 
