@@ -150,7 +150,7 @@ class Placement:
             RefusedError: when the router turns the request away instead.
         """
         self._turn = self._queue.new_turn()
-        self._queue.publish(Returned(self.request.request_id))
+        self._queue.take_back(self.request.request_id)
         await self.start()
 
     async def start(self) -> None:
@@ -257,6 +257,11 @@ class CentralQueue:
         something that can change it happens.
         """
         self._progress[request_id] = decode_tokens
+
+    def take_back(self, request_id: str) -> None:
+        """Book that a started request waits again."""
+        self._progress.pop(request_id, None)
+        self.publish(Returned(request_id))
 
     def drain(self) -> None:
         """Turn new requests away from now on; those inside end as they would."""

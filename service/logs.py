@@ -37,7 +37,7 @@ def configure_logging(form: LogFormat, level: LogLevel) -> None:
     if form is LogFormat.JSON:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_dump)]
     else:
-        last = [structlog.dev.ConsoleRenderer(colors=sys.stdout.isatty())]
+        last = [_console()]
     structlog.configure(
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(severity),
@@ -57,3 +57,9 @@ def configure_logging(form: LogFormat, level: LogLevel) -> None:
 
 def _dump(event: object, **_: object) -> str:
     return orjson.dumps(event, default=str).decode()
+
+
+def _console() -> structlog.dev.ConsoleRenderer:
+    return structlog.dev.ConsoleRenderer(
+        colors=sys.stdout.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )

@@ -1,0 +1,212 @@
+"""Bidgate's shell in one piece, with transports in the place of workers: no sockets, any clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import structlog
+from fastapi import FastAPI
+
+from service.central_queue import CentralQueue, QueueConfig, QueueStats
+from service.control.config import ControlConfig, PolicyName
+from service.control.events import Outcome, Refusal, WorkerJoined, WorkerSpec
+from service.control.router import Router
+from service.edge import Edge, EdgeConfig
+from service.forwarder import ForwardConfig, Forwarder
+from service.refresher import InlineRefresher
+from service.routes import answer_unknown_paths, routes
+from service.telemetry import Sources, Telemetry
+from service.worker_config import WorkerConfig
+from tests.asgi import Exchange, http_scope
+
+Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
+
+
+@dataclass
+class TimedStream(httpx.AsyncByteStream):
+    """A response body whose parts come at their times; an exception among them breaks it off."""
+
+    parts: Iterable[tuple[float, bytes | Exception]]
+    closed: bool = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for pause_s, part in self.parts:
+            await asyncio.sleep(pause_s)
+            if isinstance(part, Exception):
+                raise part
+            yield part
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class HandlerTransport(httpx.AsyncBaseTransport):
+    """A worker as a function; keeps what it was sent."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.requests: list[httpx.Request] = []
+        self.cancelled = 0
+        self._handler = handler
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        try:
+            return await self._handler(request)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+@dataclass
+class Stage:
+    """The assembled shell; `workers` maps ids to transports."""
+
+    workers: dict[str, httpx.AsyncBaseTransport]
+    batch_limit: int = 8
+    control: ControlConfig = field(
+        default_factory=lambda: ControlConfig(policy=PolicyName.CENTRAL_FCFS)
+    )
+    edge: EdgeConfig = field(default_factory=EdgeConfig)
+    forward: ForwardConfig = field(default_factory=ForwardConfig)
+    api_keys: dict[str, str] = field(default_factory=dict)
+    models: frozenset[str] | None = frozenset({"m"})
+    suspects: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        log = structlog.get_logger()
+        self.telemetry = Telemetry(log, log_requests=True)
+        self.queue = CentralQueue(
+            router=Router(self.control),
+            refresher=InlineRefresher(),
+            config=QueueConfig(),
+            on_tick=self.telemetry.observe_tick,
+            log=log,
+        )
+        configs = {
+            name: WorkerConfig(
+                worker_id=name,
+                url=f"http://{name}",
+                batch_limit=self.batch_limit,
+                api_key=self.api_keys.get(name),
+            )
+            for name in self.workers
+        }
+        self.forwarder = Forwarder(
+            worker=configs.__getitem__,
+            transports=self.workers,
+            config=self.forward,
+            suspect=self.suspects.append,
+        )
+        self.telemetry.watch(
+            Sources(
+                queue=self.queue.stats,
+                fleet=lambda: (),
+                retries=lambda: dict(self.forwarder.retries),
+                refresh_failures=lambda: 0,
+            )
+        )
+        inner = FastAPI()
+        models: dict[str, object] = {"object": "list", "data": []}
+        inner.include_router(
+            routes(stats=self.queue.stats, models=lambda: models, telemetry=self.telemetry)
+        )
+        answer_unknown_paths(inner)
+        self.app = Edge(
+            inner,
+            queue=self.queue,
+            forwarder=self.forwarder,
+            telemetry=self.telemetry,
+            config=self.edge,
+            log=log,
+        )
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Stage]:
+        """Run with all workers up; at the end nothing may be held and nothing lost."""
+        task = asyncio.get_running_loop().create_task(self.queue.run())
+        for name in self.workers:
+            spec = WorkerSpec(
+                worker_id=name,
+                batch_limit=self.batch_limit,
+                kv_capacity_tokens=100_000,
+                models=self.models,
+            )
+            self.queue.publish(WorkerJoined(spec))
+        await asyncio.sleep(0)
+        try:
+            yield self
+            stats = self.queue.stats()
+            assert stats.imbalance == 0
+            assert (stats.event_errors, stats.tick_errors) == (0, 0)
+            assert (stats.held, stats.router.waiting, stats.router.running) == (0, 0, 0)
+        finally:
+            task.cancel()
+
+    async def post(
+        self,
+        body: object = None,
+        *,
+        path: str = "/v1/completions",
+        headers: dict[str, str] | list[tuple[str, str]] | None = None,
+        exchange: Exchange | None = None,
+    ) -> Exchange:
+        """Send a request; bytes go as they are, anything else as JSON."""
+        raw = body if isinstance(body, bytes) else json.dumps(body or completion()).encode()
+        return await self.send("POST", path, raw, headers=headers, exchange=exchange)
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        headers: dict[str, str] | list[tuple[str, str]] | None = None,
+        exchange: Exchange | None = None,
+    ) -> Exchange:
+        """Send any request and play it to its end."""
+        exchange = exchange or Exchange()
+        return await exchange.play(self.app, http_scope(method, path, headers), [body])
+
+    def ends(self) -> dict[str, int]:
+        """How requests ended so far; only those that did."""
+        return ends(self.queue.stats())
+
+
+def ends(stats: QueueStats) -> dict[str, int]:
+    """Non-zero counts by outcome or refusal."""
+    counts: dict[Outcome | Refusal, int] = {**stats.router.ended, **stats.router.refused}
+    return {key.value: count for key, count in counts.items() if count}
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    """A small completions request."""
+    return {"model": "m", "prompt": "hello", "max_tokens": 4, **fields}
+
+
+def event(text: str = "x", **fields: Any) -> bytes:
+    """One completions event with content."""
+    choice = {"index": 0, "text": text, "finish_reason": None}
+    message = {"id": "cmpl-1", "object": "text_completion", "choices": [choice], **fields}
+    return b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def stream(*parts: tuple[float, bytes | Exception], status: int = 200) -> httpx.Response:
+    """An event stream whose parts come after their pauses."""
+    headers = {"content-type": "text/event-stream; charset=utf-8"}
+    return httpx.Response(status, headers=headers, stream=TimedStream(parts))
+
+
+def answer(tokens: int = 4) -> httpx.Response:
+    """A whole completion."""
+    usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": 1 + tokens}
+    choice = {"index": 0, "text": "xyz", "finish_reason": "length"}
+    return httpx.Response(200, json={"id": "cmpl-1", "choices": [choice], "usage": usage})
