@@ -47,15 +47,15 @@ class MockWorkerOptions:
     decode_only: bool = False
     log_level: str = "info"
 
-    def __post_init__(self) -> None:
-        """Refuse unknown profiles and sizes no worker can have."""
+    def config(self) -> MockWorkerConfig:
+        """Return the worker's settings.
+
+        Raises:
+            ValueError: the profile is unknown, or no worker can have these sizes.
+        """
         if self.profile not in PROFILES:
             known = ", ".join(PROFILES)
             raise ValueError(f"no profile {self.profile!r}; known: {known}")
-        self.config()
-
-    def config(self) -> MockWorkerConfig:
-        """Return the worker's settings."""
         return MockWorkerConfig(
             model=self.model,
             profile=PROFILES[self.profile],
@@ -70,8 +70,13 @@ class MockWorkerOptions:
         )
 
 
+def _check(_: object, options: MockWorkerOptions | None) -> None:
+    if options is not None:
+        options.config()
+
+
 def mock_worker(
-    *, options: Annotated[MockWorkerOptions | None, Parameter(name="*")] = None
+    *, options: Annotated[MockWorkerOptions | None, Parameter(name="*", validator=_check)] = None
 ) -> None:
     """Run a server that looks like vLLM around a model of its decode iterations.
 

@@ -119,8 +119,10 @@ async def running_mock_workers(
             listener.bind((host, 0))
         urls = tuple(f"http://{host}:{listener.getsockname()[1]}" for listener in listeners)
         async with asyncio.TaskGroup() as group:
-            for server, listener in zip(servers, listeners, strict=True):
+            tasks = [
                 group.create_task(server.serve([listener]))
+                for server, listener in zip(servers, listeners, strict=True)
+            ]
             try:
                 for server in servers:
                     await server.until_started()
@@ -128,3 +130,6 @@ async def running_mock_workers(
             finally:
                 for server in servers:
                     server.stop()
+                # An error in the block must not cancel them before they have shut down.
+                if tasks:
+                    await asyncio.wait(tasks)
