@@ -63,6 +63,7 @@ class Generation:
     Attributes:
         decodes: the sequences, in the order of the choices.
         arrived_s: when it was submitted, on the loop's clock.
+        open_decodes: sequences that have not got all their tokens.
         news: set when a sequence moved, or when nothing will come any more.
         aborted: the client has left.
         failed: the engine died.
@@ -70,6 +71,7 @@ class Generation:
 
     decodes: tuple[Decode, ...]
     arrived_s: float
+    open_decodes: int
     news: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: bool = False
     failed: bool = False
@@ -77,12 +79,12 @@ class Generation:
     @property
     def complete(self) -> bool:
         """Whether every sequence has all its tokens."""
-        return all(decode.produced == decode.decode_tokens for decode in self.decodes)
+        return self.open_decodes == 0
 
     @property
     def ended(self) -> bool:
         """Whether nothing more will come."""
-        return self.aborted or self.failed or self.complete
+        return self.open_decodes == 0 or self.aborted or self.failed
 
 
 class MockEngine:
@@ -123,7 +125,8 @@ class MockEngine:
             raise EngineDeadError
         if self._model.queued >= self._config.queue_max:
             raise QueueFullError
-        generation = Generation(tuple(decodes), asyncio.get_running_loop().time())
+        now_s = asyncio.get_running_loop().time()
+        generation = Generation(tuple(decodes), now_s, open_decodes=len(decodes))
         for decode in generation.decodes:
             self._submitted += 1
             decode.engine_id = str(self._submitted)
@@ -206,6 +209,7 @@ class MockEngine:
             generation.news.set()
         for engine_id in iteration.finished:
             generation, decode = self._held.pop(engine_id)
+            generation.open_decodes -= 1
             series.finished[decode.finish_reason] += 1
             series.request_s.observe(now_s - generation.arrived_s)
         series.observe_iteration(self._model.stats(), iteration.tokens, gaps_s)

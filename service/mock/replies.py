@@ -20,7 +20,7 @@ _SENTENCE: Final = (
     " a queue of short tasks moves past one long task and each slot that is free gets its next"
     " word from a list so the text reads like none but has the right length"
 )
-WORDS: Final = tuple(word.encode() for word in re.findall(" [a-z]+", _SENTENCE))
+WORDS: Final[tuple[bytes, ...]] = tuple(word.encode() for word in re.findall(" [a-z]+", _SENTENCE))
 DONE: Final = b"data: [DONE]\n\n"
 # The stride shares no factor with the number of words, so that a text visits all of them.
 _STRIDE: Final = 7
@@ -31,10 +31,9 @@ def event(message: object) -> bytes:
     return b"data: " + orjson.dumps(message) + b"\n\n"
 
 
-def text(key: int, start: int, stop: int) -> bytes:
-    """Tokens start..stop-1 of the text that belongs to a key."""
-    count = len(WORDS)
-    return b"".join(WORDS[(key + _STRIDE * position) % count] for position in range(start, stop))
+def word(key: int, position: int) -> bytes:
+    """One token of the text that belongs to a key."""
+    return WORDS[(key + _STRIDE * position) % len(WORDS)]
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, object]:
@@ -152,11 +151,12 @@ class Reply:
                 produced = sum(self._sent) - decode.produced + position + 1
                 now = orjson.dumps(usage(self._asked.prompt_tokens, produced))
                 tail = tail.replace(b'"%"', now, 1)
-            parts += (before, text(key, position, position + 1), tail)
+            parts += (before, word(key, position), tail)
 
     def _choice(self, index: int) -> dict[str, object]:
         decode = self._asked.decodes[index]
-        words = text(self._asked.text_keys[index], 0, decode.produced).decode()
+        key = self._asked.text_keys[index]
+        words = b"".join(word(key, position) for position in range(decode.produced)).decode()
         end = {"logprobs": None, "finish_reason": decode.finish_reason, "stop_reason": None}
         if not self._asked.chat:
             return {"index": index, "text": words, **end}
