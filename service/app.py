@@ -6,7 +6,8 @@ Read edge.py next, then central_queue.py and forwarder.py: the life of a request
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,10 +23,14 @@ from service.control.router import Router
 from service.edge import Edge
 from service.fleet import Fleet
 from service.forwarder import Forwarder
+from service.mock.profiles import PROFILES
+from service.mock.serving import running_mock_workers
+from service.mock.worker_config import MockWorkerConfig
 from service.refresher import ThreadRefresher
 from service.routes import answer_unknown_paths, routes
-from service.settings import Settings
+from service.settings import MockConfig, Settings
 from service.telemetry import Sources, Telemetry
+from service.worker_config import WorkerConfig
 from service.worker_link import WorkerTransport, make_client
 
 RESTART_S: Final = 1.0
@@ -54,11 +59,7 @@ def assemble(settings: Settings) -> Service:
         SettingsError: the workers cannot be used.
     """
     log: FilteringBoundLogger = structlog.get_logger("bidgate")
-    workers = {worker.worker_id: worker for worker in settings.worker_configs()}
-    transports = {
-        worker_id: WorkerTransport(keepalive_s=settings.forward.keepalive_s)
-        for worker_id in workers
-    }
+    links = _Links(settings.forward.keepalive_s)
     telemetry = Telemetry(log, log_requests=settings.edge.log_requests)
     refresher = ThreadRefresher(log)
     queue = CentralQueue(
@@ -66,19 +67,27 @@ def assemble(settings: Settings) -> Service:
         refresher=refresher,
         config=settings.queue,
         on_tick=telemetry.observe_tick,
+        stopwatch=time.perf_counter,
         log=log,
     )
     client = make_client(
         WorkerTransport(keepalive_s=settings.forward.keepalive_s),
         connect_timeout_s=settings.forward.connect_timeout_s,
     )
-    fleet = Fleet(workers.values(), settings.watch, client, queue.publish)
+    fleet = Fleet((), settings.watch, client, queue.publish)
     forwarder = Forwarder(
-        worker=workers.__getitem__,
-        transports=transports,
+        worker=links.workers.__getitem__,
+        transports=links.transports,
         config=settings.forward,
         suspect=fleet.saw_failure,
     )
+
+    def follow(worker: WorkerConfig) -> None:
+        links.add(worker)
+        fleet.add(worker)
+
+    for worker in settings.worker_configs():
+        follow(worker)
     telemetry.watch(
         Sources(
             queue=queue.stats,
@@ -91,7 +100,7 @@ def assemble(settings: Settings) -> Service:
     app = FastAPI(
         title="bidgate",
         version=version("bidgate"),
-        lifespan=_lifespan(parts, (*transports.values(), client), log),
+        lifespan=_lifespan(parts, (links, client), _mock_fleet(settings.mock, follow), log),
     )
     app.include_router(routes(stats=queue.stats, models=fleet.models, telemetry=telemetry))
     answer_unknown_paths(app)
@@ -106,14 +115,51 @@ def assemble(settings: Settings) -> Service:
     return Service(app=app, queue=queue)
 
 
+class _Links:
+    """Every worker's configuration and transport, by id."""
+
+    def __init__(self, keepalive_s: float) -> None:
+        self.workers: dict[str, WorkerConfig] = {}
+        self.transports: dict[str, WorkerTransport] = {}
+        self._keepalive_s = keepalive_s
+
+    def add(self, worker: WorkerConfig) -> None:
+        self.workers[worker.worker_id] = worker
+        self.transports[worker.worker_id] = WorkerTransport(keepalive_s=self._keepalive_s)
+
+    async def aclose(self) -> None:
+        for transport in self.transports.values():
+            await transport.aclose()
+
+
+@asynccontextmanager
+async def _mock_fleet(
+    config: MockConfig, follow: Callable[[WorkerConfig], None]
+) -> AsyncIterator[None]:
+    """Serve the embedded mock workers and let them be followed as any worker."""
+    worker = MockWorkerConfig(
+        profile=PROFILES[config.profile],
+        batch_limit=config.batch_limit,
+        time_scale=config.time_scale,
+    )
+    async with running_mock_workers([worker] * config.workers) as urls:
+        for number, url in enumerate(urls):
+            follow(
+                WorkerConfig(worker_id=f"mock-{number}", url=url, batch_limit=config.batch_limit)
+            )
+        yield
+
+
 def _lifespan(
     parts: Mapping[str, Part],
-    links: tuple[httpx.AsyncBaseTransport | httpx.AsyncClient, ...],
+    links: Iterable[_Links | httpx.AsyncClient],
+    mocks: AbstractAsyncContextManager[None],
     log: FilteringBoundLogger,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
+            await stack.enter_async_context(mocks)
             for link in links:
                 stack.push_async_callback(link.aclose)
             async with asyncio.TaskGroup() as group:

@@ -155,12 +155,12 @@ class Placement:
 
     async def start(self) -> None:
         """Wait for the router's word; `place` and `returned` call it."""
-        loop = asyncio.get_running_loop()
-        since_s = loop.time()
+        stopwatch = self._queue.stopwatch
+        since_s = stopwatch()
         try:
             command = await self._turn
         finally:
-            self.queued_s += loop.time() - since_s
+            self.queued_s += stopwatch() - since_s
         match command:
             case Start(worker_id=worker_id):
                 self.worker_id = worker_id
@@ -184,7 +184,11 @@ class Placement:
 
 
 class CentralQueue:
-    """Lets request tasks wait for a worker and tells the router what happens to them."""
+    """Lets request tasks wait for a worker and tells the router what happens to them.
+
+    Attributes:
+        stopwatch: seconds, for durations only; what happens when is the loop's clock.
+    """
 
     def __init__(
         self,
@@ -193,12 +197,15 @@ class CentralQueue:
         refresher: Refresher,
         config: QueueConfig,
         on_tick: Callable[[float], None],
+        stopwatch: Callable[[], float],
         log: FilteringBoundLogger,
     ) -> None:
         self._router = router
         self._refresher = refresher
         self._config = config
         self._on_tick = on_tick
+        # uvloop's clock counts milliseconds: enough to wait by, too coarse to measure with.
+        self.stopwatch = stopwatch
         self._log = log
         self._ids = itertools.count(1)
         self._held: dict[str, Placement] = {}
@@ -360,17 +367,17 @@ class CentralQueue:
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         self.close()
-        started_s = loop.time()
+        began_s = self.stopwatch()
         try:
-            next_s = self._decide(started_s)
+            next_s = self._decide(loop.time())
             self._ticking = True
         except Exception:
             self._tick_errors += 1
             if self._ticking:
                 self._log.exception("tick_failed")
             self._ticking = False
-            next_s = started_s + TICK_RETRY_S
-        duration_s = loop.time() - started_s
+            next_s = loop.time() + TICK_RETRY_S
+        duration_s = self.stopwatch() - began_s
         self._not_before_s = loop.time() + duration_s * (1 / self._config.tick_share_max - 1)
         self._on_tick(duration_s)
         if next_s is not None:

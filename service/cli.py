@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from service.explain import ExplainError, explain_service
 from service.listener import ListenError, listen
 from service.logs import configure_logging
+from service.mock.command import mock_worker
 from service.settings import Settings, SettingsError, check_environment, describe
 
 FLAG_ALIASES: Final = {
@@ -50,6 +51,7 @@ def make_app() -> App:
         help_epilogue="Other routers' flags work too: " + ", ".join(FLAG_ALIASES) + ".",
     )
     app.command(serve)
+    app.command(mock_worker)
     app.command(check_config)
     app.command(explain)
     return app

@@ -147,8 +147,9 @@ class Edge:
         record: RequestRecord,
         arrival_s: float,
     ) -> None:
-        loop = asyncio.get_running_loop()
+        stopwatch = self._queue.stopwatch
         body = await self._read(scope["headers"], receive)
+        began_s = stopwatch()
         async with while_client_stays(receive, reply):
             kind = PROXIED[scope["path"]]
             facts = await self._parse(body, chat=kind == "chat")
@@ -160,7 +161,7 @@ class Edge:
             async with self._queue.place(request) as placement:
                 reply.placement = placement
                 record.queued_s = placement.queued_s
-                record.overhead_s = loop.time() - arrival_s - placement.queued_s
+                record.overhead_s = stopwatch() - began_s - placement.queued_s
                 await self._forwarder.relay(call, placement, reply)
 
     def _call(self, scope: Scope, facts: BodyFacts, request_id: str) -> Call:

@@ -48,7 +48,7 @@ class RequestRecord:
         queued_s: wait in the central queue.
         ttft_s: from arrival to the first output token, of streams.
         e2e_s: from arrival to the end.
-        overhead_s: from arrival to the worker, less the wait in the queue.
+        overhead_s: from the whole body being here to the worker, less the wait in the queue.
         prompt_tokens: estimate.
         decode_tokens: as counted.
     """

@@ -86,6 +86,7 @@ class Stage:
             refresher=InlineRefresher(),
             config=QueueConfig(),
             on_tick=self.telemetry.observe_tick,
+            stopwatch=lambda: asyncio.get_running_loop().time(),
             log=log,
         )
         configs = {

@@ -78,6 +78,7 @@ def make_queue(
         refresher=InlineRefresher(),
         config=QueueConfig(),
         on_tick=on_tick,
+        stopwatch=lambda: asyncio.get_running_loop().time(),
         log=structlog.get_logger(),
     )
     for number in range(workers):
