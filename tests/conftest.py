@@ -8,13 +8,13 @@ settings.register_profile(
     "repeatable",
     deadline=None,
     derandomize=True,
-    max_examples=60,
+    max_examples=40,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
     "explore",
     deadline=None,
-    max_examples=1000,
+    max_examples=300,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
