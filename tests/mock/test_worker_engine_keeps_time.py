@@ -80,6 +80,8 @@ def test_tokens_come_when_the_model_says_preemption_included(time_scale: float) 
             ]
             seen = await asyncio.gather(*map(token_times_s, generations))
             assert engine.series.stats.preemptions_total > 0
+            queued = engine.series.queue_s.family("queued", {}).samples
+            assert [each.value for each in queued if each.name == "queued_count"] == [len(lengths)]
         for number, times_s in expected_s(config, lengths).items():
             assert seen[number] == pytest.approx(times_s)
 
@@ -126,6 +128,23 @@ def test_an_aborted_request_frees_its_slot_for_the_next_iteration() -> None:
             assert not first.complete
             assert engine.series.finished["stop"] == 1
             assert engine.series.stats.aborted_total == 1
+
+    run_virtual(scenario())
+
+
+def test_a_request_whose_task_the_server_cancels_leaves_the_engine() -> None:
+    async def scenario() -> None:
+        async with in_process(time_scale=1.0) as (client, server):
+            body = {"prompt": [1], "max_tokens": 500, "ignore_eos": True}
+            for stream in (True, False):
+                asked = asyncio.create_task(
+                    client.post("/v1/completions", json={**body, "stream": stream})
+                )
+                await asyncio.sleep(0.1)
+                assert server.engine.series.stats.running == 1
+                asked.cancel()
+                await asyncio.sleep(0.1)
+                assert server.engine.series.stats.running == 0
 
     run_virtual(scenario())
 

@@ -183,6 +183,13 @@ REFUSED: dict[str, tuple[str, Any, int, str, str | None]] = {
         "max_tokens",
     ),
     "n of 0": ("completions", {"n": 0}, 400, "BadRequestError", "n"),
+    "too many choices": (
+        "completions",
+        {"prompt": [[1]] * 600, "n": 2},
+        400,
+        "BadRequestError",
+        "n",
+    ),
     "greedy n": ("completions", {"n": 3, "temperature": 0}, 400, "BadRequestError", "n"),
     "a negative temperature": (
         "completions",
