@@ -159,14 +159,16 @@ def dual_bound(margins: FloatArray, capacity: Usage, prices: Usage) -> float:
 
     Args:
         margins: (n, g) reduced costs r - a^T p; -inf where a start is not allowed.
-        capacity: (g, N) what is free, in the units of the columns.
+        capacity: (g, N) what is free, in the units of the columns; may be infinite.
         prices: (g, N) >= 0; any such prices give a valid bound.
 
     Source: [OLP] 3.2, the reduced dual (weak duality).
     """
     best = margins.max(axis=1, initial=0.0) if margins.size else np.zeros(0)
-    linear = np.sum(capacity.batch * prices.batch) + np.sum(capacity.kv * prices.kv)
-    return float(linear + np.maximum(best, 0.0).sum())
+    linear = 0.0
+    for free, price in ((capacity.batch, prices.batch), (capacity.kv, prices.kv)):
+        linear += float(np.sum(np.where(price > 0, free, 0.0) * price))  # 0 x inf is no bound
+    return linear + float(np.maximum(best, 0.0).sum())
 
 
 class History:

@@ -187,3 +187,61 @@ def price_instances(
         kv_scale=draw(st.sampled_from((0.125, 0.015625))),
     )
     return PriceInstance(problem, placed, kernel)
+
+
+@dataclass(frozen=True)
+class StartInstance:
+    """One tick's admission: who waits, what is free, and a margin for every pair."""
+
+    horizon: Horizon
+    kernel: Kernel
+    placed: list[Placed]
+    margin: np.ndarray
+    order: np.ndarray
+    free: Usage
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are."""
+        return self.free.batch.shape[0]
+
+    def columns(self) -> Columns:
+        """The controller's form of the waiting requests."""
+        return columns_of(self.kernel, self.placed)
+
+    def naive_columns(self) -> list[Column]:
+        """The loops' form of the waiting requests."""
+        return [naive_column(self.kernel, one, self.horizon) for one in self.placed]
+
+
+@st.composite
+def start_instances(draw: st.DrawFn) -> StartInstance:
+    """Up to eight requests that start in one slot of the first bucket, on up to three workers.
+
+    What is free rises and falls over the buckets, may be negative where the ledger was too
+    hopeful, and is unlimited in KV on some workers. Every third margin says "not allowed".
+    """
+    horizon, kernel, workers = draw(horizons()), draw(KERNELS), draw(st.integers(1, 3))
+    start = draw(st.integers(0, horizon.bucket_iterations - 1))
+    placed = draw(placements(horizon, workers, first=start, last=start))
+    cells = workers * horizon.buckets
+    batch, kv = draw(st.binary(min_size=2 * cells, max_size=2 * cells)), []
+    for g in range(workers):
+        unlimited = draw(st.integers(0, 4)) == 0
+        row = batch[cells + g * horizon.buckets : cells + (g + 1) * horizon.buckets]
+        kv.append([np.inf if unlimited else float(b % 80 - 4) for b in row])
+    margin = draw(st.binary(min_size=len(placed) * workers, max_size=len(placed) * workers))
+    values = [-np.inf if b % 3 == 0 else (b % 24 - 6) / 8 for b in margin]
+    return StartInstance(
+        horizon,
+        kernel,
+        placed,
+        margin=np.array(values, dtype=float).reshape(len(placed), workers),
+        order=np.array(draw(st.permutations(range(len(placed)))), dtype=np.int64),
+        free=Usage(
+            batch=np.array([b % 8 - 1 for b in batch[:cells]], dtype=float).reshape(
+                workers, horizon.buckets
+            ),
+            kv=np.array(kv, dtype=float),
+        ),
+    )
