@@ -15,10 +15,10 @@ AUTO_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")
 class WorkerTransport(AiohttpTransport):
     """`httpx_aiohttp.AiohttpTransport` whose errors tell whether the request can have been sent.
 
-    The library calls a connection reset before the response a ConnectTimeout and lets a garbled
-    response out as aiohttp's own error. Here ConnectError and ConnectTimeout mean that no
-    connection was made, hence nothing was sent; what came later is a ReadError or a
-    RemoteProtocolError. Retrying a generation twice hangs on that difference.
+    The library calls a refused connection, and one reset before the response, a ConnectTimeout
+    alike, and lets a garbled response out as aiohttp's own error. Here ConnectError and
+    ConnectTimeout mean that no connection was made, hence nothing was sent; what came later is a
+    ReadError or a RemoteProtocolError. Whether a generation runs twice hangs on that difference.
     """
 
     def __init__(self, *, keepalive_s: float) -> None:
@@ -38,9 +38,14 @@ class WorkerTransport(AiohttpTransport):
         try:
             return await super().handle_async_request(request)
         except httpx.ConnectTimeout as error:
-            if isinstance(error.__cause__, aiohttp.ConnectionTimeoutError):
-                raise
-            raise httpx.ReadError(str(error) or "connection lost", request=request) from error
+            match error.__cause__:
+                case aiohttp.ConnectionTimeoutError():
+                    raise
+                case aiohttp.ClientConnectorError() as cause:
+                    raise httpx.ConnectError(str(error), request=request) from cause
+                case cause:
+                    message = str(error) or "connection lost"
+                    raise httpx.ReadError(message, request=request) from cause
         except aiohttp.ClientError as error:
             raise httpx.RemoteProtocolError(str(error), request=request) from error
 

@@ -1,0 +1,176 @@
+"""From a body and headers the controller learns lengths, sequences, bounds and value."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.errors import BadRequestError
+from service.intake import (
+    MESSAGE_TOKENS,
+    OTHER_PART_TOKENS,
+    BodyFacts,
+    read_body,
+    read_headers,
+)
+
+
+def read(*, chat: bool = False, **fields: object) -> BodyFacts:
+    return read_body(json.dumps(fields).encode(), chat=chat)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "sequences"),
+    [
+        ("abcd", 1, 1),
+        ("abcde", 2, 1),
+        ("ü" * 4, 2, 1),
+        ("", 1, 1),
+        ([7] * 300, 300, 1),
+        ([[7] * 300, [7] * 100], 200, 2),
+        (["abcd", "abcdefghijkl"], 2, 2),
+        ([], 1, 1),
+        (None, 1, 1),
+    ],
+)
+def test_token_ids_count_exactly_and_text_by_its_bytes(
+    prompt: object, tokens: int, sequences: int
+) -> None:
+    facts = read(prompt=prompt)
+    assert (facts.prompt_tokens, facts.sequences) == (tokens, sequences)
+
+
+def test_a_chat_prompt_is_its_texts_its_parts_its_tools_and_the_template() -> None:
+    messages = [
+        {"role": "system", "content": "abcd"},
+        {"role": "user", "content": [{"type": "text", "text": "abcdefgh"}, {"type": "image_url"}]},
+        {"role": "assistant", "content": None},
+    ]
+    tools = [{"type": "function"}]
+    tool_tokens = -(-len(json.dumps(tools)) // 4)
+    facts = read(chat=True, messages=messages, tools=tools)
+    assert facts.prompt_tokens == 3 * MESSAGE_TOKENS + 1 + 2 + OTHER_PART_TOKENS + tool_tokens
+
+
+@pytest.mark.parametrize(
+    ("chat", "fields", "limit"),
+    [
+        (False, {}, 16),
+        (True, {}, None),
+        (False, {"max_tokens": 5}, 5),
+        (True, {"max_tokens": 5}, 5),
+        (True, {"max_tokens": 5, "max_completion_tokens": 7}, 7),
+        (True, {"max_tokens": None}, None),
+    ],
+)
+def test_the_limit_is_what_the_engine_would_take(
+    chat: bool, fields: dict[str, object], limit: int | None
+) -> None:
+    assert read(chat=chat, **fields).decode_tokens_limit == limit
+
+
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        ({}, None),
+        ({"max_tokens": 9, "ignore_eos": True}, 9),
+        ({"nvext": {"agent_hints": {"osl": 40}}}, 40),
+        ({"vllm_xargs": {"agentic_context": {"expected_output_length": 50}}}, 50),
+        ({"nvext": {"agent_hints": {"osl": "many"}}}, None),
+        ({"nvext": [1]}, None),
+    ],
+)
+def test_a_forecast_in_the_body_is_a_hint(fields: dict[str, object], hint: int | None) -> None:
+    assert read(**fields).decode_tokens_hint == hint
+
+
+def test_branches_multiply_prompts() -> None:
+    assert read(prompt=["a", "b"], n=3).sequences == 6
+    assert read(prompt="a", n=2, best_of=5).sequences == 5
+
+
+@pytest.mark.parametrize(
+    ("priority", "value"), [(None, 1.0), (0, 1.0), (-1, 2.0), (2, 0.25), (-99, 64.0), ("x", 1.0)]
+)
+def test_priority_is_vllms_lower_is_sooner(priority: object, value: float) -> None:
+    assert read(priority=priority).value == value
+
+
+def test_headers_carry_hints_bounds_and_tenant() -> None:
+    facts = read_headers(
+        [
+            (b"x-bidgate-decode-tokens", b"120"),
+            (b"x-bidgate-value", b"2.5"),
+            (b"x-bidgate-tenant", b"team-a"),
+            (b"x-bidgate-ttft-ms", b"250"),
+            (b"x-bidgate-max-wait-ms", b"1500"),
+        ]
+    )
+    assert facts.decode_tokens_hint == 120
+    assert (facts.value, facts.tenant) == (2.5, "team-a")
+    assert (facts.ttft_bound_s, facts.max_wait_s) == (0.25, 1.5)
+
+
+def test_other_routers_headers_are_understood() -> None:
+    facts = read_headers(
+        [(b"x-llm-d-inference-fairness-id", b"t"), (b"x-llm-d-slo-ttft-ms", b"1000")]
+    )
+    assert (facts.tenant, facts.ttft_bound_s) == ("t", 1.0)
+
+
+def test_without_headers_nothing_is_known() -> None:
+    facts = read_headers([])
+    assert (facts.decode_tokens_hint, facts.value, facts.tenant) == (None, None, "")
+
+
+FIELDS = st.sampled_from(
+    [
+        "model",
+        "prompt",
+        "messages",
+        "content",
+        "text",
+        "n",
+        "best_of",
+        "max_tokens",
+        "max_completion_tokens",
+        "priority",
+        "stream",
+        "tools",
+        "nvext",
+        "agent_hints",
+        "osl",
+        "kv_transfer_params",
+        "ignore_eos",
+    ]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(FIELDS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(payload=st.dictionaries(FIELDS, JSON, max_size=8), chat=st.booleans())
+def test_any_json_object_is_read_or_refused_never_a_crash(
+    payload: dict[str, object], chat: bool
+) -> None:
+    body = json.dumps(payload).encode()
+    try:
+        facts = read_body(body, chat=chat)
+    except BadRequestError:
+        return
+    assert facts.prompt_tokens >= 1
+    assert facts.sequences >= 1
+    assert 0 < facts.value <= 64
+    assert (facts.body == body) == ("kv_transfer_params" not in payload)
+
+
+@given(body=st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused_never_a_crash(body: bytes) -> None:
+    with contextlib.suppress(BadRequestError):
+        read_body(body, chat=True)
