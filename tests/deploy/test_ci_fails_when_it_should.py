@@ -158,7 +158,12 @@ def test_the_workflow_runs_the_same_gate() -> None:
 
 def test_make_help_names_every_target() -> None:
     shown = subprocess.run(
-        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+        ["make", "--no-print-directory", "help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
     ).stdout
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
