@@ -108,7 +108,8 @@ class Reader:
         self, body: GenerationBody, wanted: int | None, lengths: Sequence[int], keys: Sequence[int]
     ) -> Asked:
         """Check what depends on the worker, and settle every sequence's length."""
-        self._check(body, wanted, lengths)
+        self._check_fields(body, len(lengths))
+        self._check_lengths(wanted, max(lengths))
         decodes, text_keys = [], []
         for prompt_tokens, key in zip(lengths, keys, strict=True):
             room = self._config.max_model_len - prompt_tokens
@@ -147,9 +148,8 @@ class Reader:
         drawn = rng.lognormvariate(self._log_mean, self._config.decode_tokens_sigma)
         return max(1, body.min_tokens, math.ceil(min(drawn, limit)))
 
-    def _check(self, body: GenerationBody, wanted: int | None, lengths: Sequence[int]) -> None:
-        """Refuse what vLLM refuses before it starts anything."""
-        context = self._config.max_model_len
+    def _check_fields(self, body: GenerationBody, prompts: int) -> None:
+        """Refuse another model, and fields whose values make no sense together."""
         if body.model is not None and body.model != self._config.model:
             message = (
                 f"The model `{body.model}` does not exist. Valid aliases: {self._config.model}."
@@ -160,14 +160,17 @@ class Reader:
             raise ApiError(400, message, param="stream_options")
         if body.temperature is not None and not body.temperature >= 0:
             raise ApiError(400, "temperature must be non-negative", param="temperature")
-        if not 1 <= body.n * len(lengths) <= SEQUENCES_MAX:
+        if not 1 <= body.n * prompts <= SEQUENCES_MAX:
             raise ApiError(400, f"n must be in 1..{SEQUENCES_MAX}, got {body.n}", param="n")
         if body.n > 1 and body.temperature == 0:
             raise ApiError(400, f"n must be 1 when using greedy sampling, got {body.n}.", param="n")
+
+    def _check_lengths(self, wanted: int | None, longest: int) -> None:
+        """Refuse limits out of range, and prompts that leave no room for a token."""
+        context = self._config.max_model_len
         if wanted is not None and not 1 <= wanted <= context:
             message = f"max_tokens must be at least 1 and at most {context}, got {wanted}."
             raise ApiError(400, message, param="max_tokens")
-        longest = max(lengths)
         if longest > context:
             message = (
                 f"This model's maximum context length is {context} tokens. However, your request "
