@@ -35,6 +35,7 @@ from service.mock.profiles import LLAMA_3_8B_A100, PROFILES
 from service.worker_config import WorkerConfig
 
 ENV_PREFIX: Final = "BIDGATE_"
+UNION_BRANCHES: Final = ("str", "WorkerSettings")
 UNKNOWN_KINDS: Final = ("extra_forbidden", "unexpected_keyword_argument")
 
 
@@ -258,10 +259,12 @@ def check_environment(environ: Mapping[str, str]) -> None:
 def describe(error: ValidationError) -> str:
     """Say in one line what is wrong with the settings; secrets are not repeated."""
     problems = error.errors(include_url=False)
-    first = problems[0]
-    name = ".".join(str(part) for part in first["loc"])
+    # A worker may be a URL or a mapping; the deeper complaint is about what was meant.
+    first = max(problems, key=lambda problem: len(problem["loc"]))
+    name = ".".join(str(part) for part in first["loc"] if part not in UNION_BRANCHES)
     if first["type"] in UNKNOWN_KINDS:
-        line = f"unknown setting {name}{_nearest(name, set(setting_names()))}"
+        without_index = ".".join(part for part in name.split(".") if not part.isdigit())
+        line = f"unknown setting {name}{_nearest(without_index, set(setting_names()))}"
     else:
         message = first["msg"].removeprefix("Value error, ")
         line = f"{name}: {message[:1].lower()}{message[1:]}"

@@ -1,0 +1,250 @@
+"""Flags win over the environment, the environment over the file; mistakes are one line, exit 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from service.cli import FLAG_ALIASES, run
+from service.settings import Settings, setting_names
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def config_of(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, dict[str, object]]:
+    """What check-config says the settings are."""
+    if not any(flag in flags for flag in ("--workers", "--mock", "--config")):
+        flags = (*flags, "--workers", "http://a:8000")
+    with pytest.raises(SystemExit) as stopped:
+        run(["check-config", *flags])
+    assert stopped.value.code in (0, None)
+    config: dict[str, dict[str, object]] = yaml.safe_load(capsys.readouterr().out)
+    return config
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a mistake is answered with."""
+    with pytest.raises(SystemExit) as stopped:
+        run(list(arguments))
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_win_over_environment_over_file_over_defaults(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = write(
+        tmp_path / "b.yaml",
+        "workers: [http://w:1]\n"
+        "control: {queue_max: 1, max_wait_s: 1, age_bound_s: 1, weights: {ttft: 1.5}}\n",
+    )
+    monkeypatch.setenv("BIDGATE_CONTROL__QUEUE_MAX", "2")
+    monkeypatch.setenv("BIDGATE_CONTROL__MAX_WAIT_S", "2")
+    control = config_of(capsys, "--config", file, "--queue-max", "3")["control"]
+    assert (control["queue_max"], control["max_wait_s"], control["age_bound_s"]) == (3, 2.0, 1.0)
+    assert control["seed"] == 0
+    assert control["weights"]["ttft"] == 1.5  # type: ignore[index]
+
+
+def test_the_environment_may_name_the_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "b.yaml", "workers: [http://w:1]\nserver: {port: 9}\n")
+    monkeypatch.setenv("BIDGATE_CONFIG", file)
+    assert config_of(capsys, "--host", "::1")["server"]["port"] == 9
+
+
+def test_several_workers_follow_one_flag() -> None:
+    settings = Settings(workers=("http://a:1", "http://b:2/v1/"))  # type: ignore[arg-type]
+    workers = settings.worker_configs()
+    assert [worker.url for worker in workers] == ["http://a:1", "http://b:2"]
+    assert [worker.worker_id for worker in workers] == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--workers", "http://a:1", "http://b:2", "--port", "1"),
+        ("--static-backends", "http://a:1,http://b:2"),
+        ("--worker-urls", "http://a:1", "http://b:2"),
+    ],
+)
+def test_workers_may_be_given_in_any_routers_way(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(["check-config", *flags])
+    assert yaml.safe_load(capsys.readouterr().out)["workers"] == ["http://a:1", "http://b:2"]
+
+
+@pytest.mark.parametrize("value", ["http://a:1,http://b:2", '["http://a:1", "http://b:2"]'])
+def test_workers_may_come_from_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("BIDGATE_WORKERS", value)
+    assert config_of(capsys, "--mock", "0")["workers"] == ["http://a:1", "http://b:2"]
+
+
+def test_each_worker_may_differ_from_the_fleet(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "b.yaml",
+        "fleet: {max_num_seqs: 64, worker_api_key: shared}\n"
+        "workers:\n"
+        "- http://a:1\n"
+        "- {url: http://b:2, id: big, batch_limit: 128, kv_capacity_tokens: 9,"
+        " models: [m], api_key: own}\n",
+    )
+    plain, big = Settings(config=file).worker_configs()  # type: ignore[arg-type]
+    assert (plain.batch_limit, plain.api_key, plain.models) == (64, "shared", None)
+    assert (big.worker_id, big.batch_limit, big.api_key) == ("big", 128, "own")
+    assert (big.kv_capacity_tokens, big.models) == (9, frozenset({"m"}))
+
+
+def test_what_check_config_prints_can_be_read_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first = config_of(capsys, "--queue-max", "7", "--prices.steps", "2", "--mock", "3")
+    file = write(tmp_path / "b.yaml", yaml.safe_dump(first))
+    assert config_of(capsys, "--config", file) == first
+
+
+def test_secrets_are_masked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIDGATE_WORKERS", '[{"url": "http://a:1", "api_key": "s3cret-1"}]')
+    with pytest.raises(SystemExit):
+        run(["check-config", "--api-key", "s3cret-2", "--worker-api-key", "s3cret-3"])
+    printed = capsys.readouterr().out
+    assert "s3cret" not in printed
+    assert printed.count("**********") == 3
+    assert "s3cret" not in repr(Settings().worker_configs())
+
+
+@pytest.mark.parametrize("alias", FLAG_ALIASES)
+def test_other_routers_flags_are_ours_by_another_name(
+    capsys: pytest.CaptureFixture[str], alias: str
+) -> None:
+    values = {"--workers": "http://a:1", "--policy": "roundrobin"}
+    value = values.get(FLAG_ALIASES[alias], "7")
+    assert config_of(capsys, alias, value, "--mock", "1") == config_of(
+        capsys, FLAG_ALIASES[alias], value.replace("roundr", "round_r"), "--mock", "1"
+    )
+
+
+def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    line = complaint(capsys, "serve", "--quue-max", "3")
+    assert "--quue-max" in line
+    assert "--queue-max" in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("BIDGATE_CONTROL__QUEU_MAX", "BIDGATE_CONTROL__QUEUE_MAX"),
+        ("BIDGATE_SERVR__PORT", "BIDGATE_SERVER__PORT"),
+        ("BIDGATE_WORKRS", "BIDGATE_WORKERS"),
+        ("BIDGATE_CONTROL__WEIGHTS__TFTF", "BIDGATE_CONTROL__WEIGHTS__TTFT"),
+    ],
+)
+def test_an_unknown_variable_names_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    nearest: str,
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    line = complaint(capsys, "serve", "--mock", "1")
+    assert variable in line
+    assert nearest in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("servr: {port: 1}", ("servr", "server")),
+        ("server: {prot: 1}", ("server.prot", "server.port")),
+        ("control: {weights: {tftt: 1}}", ("control.weights.tftt", "control.weights.ttft")),
+        ("workers: [{url: 'http://a', batch: 1}]", ("workers.0.batch;", "workers.batch_limit")),
+        ("server: {port: [1]}", ("server.port",)),
+        ("server: {port: 99999}", ("server", "65535")),
+        ("control: {policy: best}", ("control.policy", "online_lp")),
+        ("a: [", ("YAML",)),
+        ("- 1", ("mapping",)),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: tuple[str, ...]
+) -> None:
+    file = write(tmp_path / "b.yaml", text)
+    line = complaint(capsys, "serve", "--mock", "1", "--config", file)
+    assert all(word in line for word in words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--mock", "1", "--port", "x"), ("server.port", "'x'")),
+        (("--mock", "1", "--port", "70000"), ("port", "70000")),
+        (("--mock", "99"), ("workers", "0..64")),
+        (("--mock", "1", "--mock-profile", "h300"), ("profile", "h300")),
+        (("--mock", "1", "--policy", "best"), ("policy", "best")),
+        (("--mock", "1", "--weights.ttft=-1"), ("weights.ttft", "-1")),
+        (("--mock", "1", "--retries-max=-1"), ("retries_max", "-1")),
+        (("--mock", "1", "--stall-timeout-s", "0"), ("stall_timeout_s",)),
+        (("--mock", "1", "--config", "/nope.yaml"), ("/nope.yaml",)),
+        ((), ("--workers", "--mock")),
+        (("--workers", "ftp://a"), ("ftp://a",)),
+        (("--workers", "http://a:1", "http://a:1"), ("a:1", "twice")),
+        (("--workers",), ("--workers",)),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_one_line(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    line = complaint(capsys, "check-config", *flags)
+    assert all(word in line for word in words)
+
+
+def test_a_wrong_secret_is_not_repeated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = write(tmp_path / "b.yaml", "edge: {api_key: [s3cret]}")
+    assert "s3cret" not in complaint(capsys, "serve", "--mock", "1", "--config", file)
+
+
+def test_help_lists_every_setting_with_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["serve", "--help"])
+    shown = capsys.readouterr().out
+    for name in setting_names():
+        if name.startswith("workers."):
+            continue
+        flag = name.rpartition(".")[2].replace("_", "-")
+        assert re.search(rf"--(\w+[.-])*{flag}\b|--mock\b", shown), name
+    for group in ("Workers", "Mock workers", "Server", "Requests", "Relaying", "Decision"):
+        assert f"─ {group} ─" in shown
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for info in Settings.model_fields.values():
+        default = info.default
+        if not dataclasses.is_dataclass(default):
+            assert info.description
+            continue
+        words = type(default).__doc__ or ""
+        for spec in dataclasses.fields(default):
+            assert f"        {spec.name}: " in words, f"{type(default).__name__}.{spec.name}"
