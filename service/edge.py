@@ -250,7 +250,7 @@ def _conclude(
         record.status = reply.status or error.status
         record.reason = error.reply.code or error.reply.type
         if isinstance(error, ClientGoneError):
-            record.outcome = "cancelled"
+            record.status, record.outcome = error.status, "cancelled"
         elif isinstance(error, RefusedError):
             record.outcome = "refused"
     elif reply.status:

@@ -152,7 +152,7 @@ def test_many_clients_leaving_at_all_moments_leave_nothing_behind() -> None:
         return stream(*((0.05, event()) for _ in range(10)), (0.0, DONE))
 
     async def scenario() -> None:
-        stage = Stage({name: HandlerTransport(handler) for name in "ab"}, batch_limit=4)
+        stage = Stage({name: HandlerTransport(handler) for name in "ab"}, batch_limit=6)
         async with stage.open():
 
             async def come_and_go(number: int) -> None:
