@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.control.assign import Candidates, Residual, admit_balanced
+from service.control.assign import Candidates, admit_balanced
 from service.control.columns import IntArray
+from service.control.room import working_residual
 from service.control.view import Pair, Unpriced, View
 
 
@@ -27,8 +28,9 @@ class RoundRobin(Unpriced):
     def decide(self, view: View) -> list[Pair]:
         """Give every request to the next worker that is allowed for it."""
         pairs: list[Pair] = []
+        reach = view.waiting.allowed()
         for row in arrival_order(view).tolist():
-            allowed = np.flatnonzero(view.waiting.allowed[row])
+            allowed = np.flatnonzero(reach[row])
             if allowed.size:
                 later = allowed[allowed >= self._turn]
                 worker = int(later[0] if later.size else allowed[0])
@@ -46,8 +48,9 @@ class Random(Unpriced):
     def decide(self, view: View) -> list[Pair]:
         """Give every request to a random allowed worker."""
         pairs: list[Pair] = []
+        reach = view.waiting.allowed()
         for row in arrival_order(view).tolist():
-            allowed = np.flatnonzero(view.waiting.allowed[row])
+            allowed = np.flatnonzero(reach[row])
             if allowed.size:
                 pairs.append((row, int(self._rng.choice(allowed))))
         return pairs
@@ -60,8 +63,9 @@ class LeastOutstanding(Unpriced):
         """Give every request to the least loaded allowed worker, counting this tick's own."""
         load = view.fleet.outstanding.copy()
         pairs: list[Pair] = []
+        reach = view.waiting.allowed()
         for row in arrival_order(view).tolist():
-            allowed = view.waiting.allowed[row]
+            allowed = reach[row]
             if allowed.any():
                 worker = int(np.argmin(np.where(allowed, load, np.inf)))
                 load[worker] += view.waiting.sequences[row]
@@ -79,8 +83,9 @@ class PowerOfTwo(Unpriced):
         """Give every request to the less loaded of two random allowed workers."""
         load = view.fleet.outstanding.copy()
         pairs: list[Pair] = []
+        reach = view.waiting.allowed()
         for row in arrival_order(view).tolist():
-            allowed = np.flatnonzero(view.waiting.allowed[row])
+            allowed = np.flatnonzero(reach[row])
             if allowed.size:
                 two = self._rng.choice(allowed, size=min(2, allowed.size), replace=False)
                 worker = int(two[np.argmin(load[two])])
@@ -89,31 +94,29 @@ class PowerOfTwo(Unpriced):
         return pairs
 
 
-def working_residual(view: View, offset: float = 0.0) -> Residual:
-    """Capacity minus what started requests hold, on the whole look-ahead."""
-    return Residual(view.capacity(), view.occupancy(view.horizon, offset), view.horizon)
-
-
 class CentralFcfs(Unpriced):
     """One queue, first come first served; a head that fits nowhere blocks the rest."""
 
     def decide(self, view: View) -> list[Pair]:
         """Start requests in order of arrival until one does not fit."""
-        residual = working_residual(view)
+        workers = view.open_workers()
+        if not workers.size:
+            return []
+        residual = working_residual(view, workers)
         columns = view.columns()
+        allowed = view.waiting.allowed(workers)
+        anywhere = np.asarray(view.waiting.reach.any(axis=1))[view.waiting.kind]
         pairs: list[Pair] = []
-        open_now = view.waiting.allowed & view.fleet.engine_queue_empty
         for row in arrival_order(view).tolist():
-            if not view.waiting.allowed[row].any():
+            if not anywhere[row]:
                 continue
-            one = columns.take(np.array([row]))
-            fits = residual.fits(one)[0] & open_now[row]
+            fits = residual.fits(columns.take(np.array([row])))[0] & allowed[row]
             if not fits.any():
                 break
-            free = residual.batch[:, 0] / view.fleet.batch_limit
+            free = residual.batch[:, 0] / view.fleet.batch_limit[workers]
             worker = int(np.argmax(np.where(fits, free, -np.inf)))
             residual.subtract(columns, row, worker)
-            pairs.append((row, worker))
+            pairs.append((row, int(workers[worker])))
         return pairs
 
 
@@ -125,13 +128,16 @@ class CentralShortestFirst(Unpriced):
 
     def decide(self, view: View) -> list[Pair]:
         """Start the shortest requests that fit; aged ones first, oldest first."""
-        residual = working_residual(view)
+        workers = view.open_workers()
+        if not workers.size:
+            return []
         waiting = view.waiting
         score = -waiting.decode_tokens
         if self._age_bound_s > 0:
             age_s = view.now_s - waiting.arrival_s
             score = np.where(age_s >= self._age_bound_s, age_s, score)
-        allowed = waiting.allowed & view.fleet.engine_queue_empty
-        margin = np.where(allowed, score[:, None], -np.inf)
+        margin = np.where(waiting.allowed(workers), score[:, None], -np.inf)
         candidates = Candidates(view.columns(), margin, waiting.order, floor=-np.inf)
-        return admit_balanced(candidates, residual, 1.0 / view.fleet.batch_limit)
+        residual = working_residual(view, workers)
+        pairs = admit_balanced(candidates, residual, 1.0 / view.fleet.batch_limit[workers])
+        return [(row, int(workers[worker])) for row, worker in pairs]

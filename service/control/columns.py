@@ -186,6 +186,38 @@ def total_usage(
     return Usage(batch=batch, kv=kv)
 
 
+def held_usage(columns: Columns, horizon: Horizon, workers: int) -> Usage:
+    """`total_usage` of columns that are active in the first bucket, at half the cost.
+
+    What runs now holds every bucket up to its last one, so a sum from the right over last buckets
+    does the work of range adds.
+
+    Args:
+        columns: n columns with start < q and start + steps > 0.
+        horizon: N buckets.
+        workers: g, number of workers.
+
+    Returns:
+        (g, N) batch slots and KV tokens.
+    """
+    shape = (workers, horizon.buckets)
+    q = horizon.bucket_iterations
+    end = columns.start + columns.steps
+    last = np.ceil(np.minimum(end, horizon.iterations) / q)
+    at = columns.worker * horizon.buckets + (last.astype(np.int64) - 1)
+
+    def held(amount: FloatArray) -> FloatArray:
+        ending = sum_per_slot(at, amount, workers * horizon.buckets).reshape(shape)
+        return np.cumsum(ending[:, ::-1], axis=1)[:, ::-1]
+
+    batch = held(columns.sequences)
+    kv = held(columns.sequences * (columns.footprint - columns.start))
+    kv += batch * horizon.right_edges
+    short = columns.sequences * np.maximum(last * q - end, 0.0)
+    kv -= sum_per_slot(at, short, kv.size).reshape(shape)
+    return Usage(batch=batch, kv=kv)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixPrices:
     """Prefix sums of prices, so that any column costs O(1).

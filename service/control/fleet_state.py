@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
@@ -21,11 +22,24 @@ WAITING_TRUST_S = 2.0
 ENDS_MAX = 4096
 ITERATION_SMOOTHING = 0.3
 KV_TOLERANCE = 0.05
+MODELS_MAX = 1024
+"""Model names whose workers are remembered; names come from clients."""
+NUMBERS = (
+    "batch_limit",
+    "kv_capacity_tokens",
+    "block_tokens",
+    "iteration_s",
+    "foreign_active",
+    "foreign_kv",
+    "engine_waiting",
+    "reported_at_s",
+)
+"""Attributes of a worker that are also kept as arrays over workers."""
 
 
 @dataclass(slots=True)
 class Worker:
-    """One worker; mutable, owned by FleetState."""
+    """One worker; mutable, owned by FleetState, whose arrays mirror it."""
 
     spec: WorkerSpec
     state: WorkerState
@@ -42,14 +56,42 @@ class Worker:
     reported_at_s: float = -np.inf
     recent_ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=ENDS_MAX))
 
+    def ends_since(self, since_s: float) -> int:
+        """How many of our own requests ended since then; the newest are last."""
+        return sum(1 for _ in takewhile(lambda at_s: at_s >= since_s, reversed(self.recent_ends_s)))
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest limits among the workers that serve a model.
+
+    Attributes:
+        batch_limit: sequences. kv_capacity_tokens: inf when unknown. block_tokens: KV block size.
+    """
+
+    batch_limit: float
+    kv_capacity_tokens: float
+    block_tokens: float
+
 
 class FleetState:
-    """All workers, in the order they joined; the index is the column index g."""
+    """All workers, in the order they joined; the index is the column index g.
+
+    Attributes:
+        workers: the workers. index: their place by id. worker_ids: their ids in order.
+        version: grows whenever it changes which workers are up or which models they serve.
+    """
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
         self.index: dict[str, int] = {}
+        self.worker_ids: tuple[str, ...] = ()
+        self.version = 0
+        self._numbers: dict[str, FloatArray] = {}
+        self._up: BoolArray = np.zeros(0, dtype=np.bool_)
         self._model_rows: dict[str, BoolArray] = {}
+        self._largest: dict[str, Largest | None] = {}
+        self._rebuild()
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -71,23 +113,27 @@ class FleetState:
         else:
             self.index[spec.worker_id] = len(self.workers)
             self.workers.append(worker)
-        self._model_rows.clear()
+        self._rebuild()
 
     def remove(self, worker_id: str) -> int:
         """Remove a worker; later ones move down by one. Returns its old index."""
         gone = self.index.pop(worker_id)
         del self.workers[gone]
         self.index = {worker.spec.worker_id: g for g, worker in enumerate(self.workers)}
-        self._model_rows.clear()
+        self._rebuild()
         return gone
 
     def change(self, worker_id: str, state: WorkerState) -> None:
         """Set a worker's state; one that went down forgets what was reported about it."""
-        worker = self.workers[self.index[worker_id]]
+        g = self.index[worker_id]
+        worker = self.workers[g]
         worker.state = state
         if state is WorkerState.DOWN:
             worker.foreign_active = worker.excess_active = worker.engine_waiting = 0
             worker.foreign_kv = worker.excess_kv = 0.0
+        self._mirror(g)
+        self._up = self._states()
+        self.version += 1
 
     def report(self, worker_id: str, report: WorkerReport, own: OwnLoad, at_s: float) -> None:
         """Correct a worker by what its engine said; unknown values change nothing.
@@ -95,12 +141,13 @@ class FleetState:
         Foreign load is what two reports in a row have in excess of our own ledger, own ends of the
         last moments added back: one late gauge must not make us see ghosts.
         """
-        worker = self.workers[self.index[worker_id]]
+        g = self.index[worker_id]
+        worker = self.workers[g]
         self._take_limits(worker, report)
         if report.iteration_s is not None and report.iteration_s > 0:
             worker.iteration_s += ITERATION_SMOOTHING * (report.iteration_s - worker.iteration_s)
         if report.running is not None:
-            ends = sum(1 for end_s in worker.recent_ends_s if end_s >= at_s - LAG_S)
+            ends = worker.ends_since(at_s - LAG_S)
             seen = report.running + (report.waiting or 0)
             excess = max(0, seen - own.sequences - ends)
             worker.foreign_active = min(excess, worker.excess_active)
@@ -114,6 +161,7 @@ class FleetState:
             worker.excess_kv = max(0.0, surplus)
         worker.engine_waiting = report.waiting or 0
         worker.reported_at_s = at_s
+        self._mirror(g)
 
     def _take_limits(self, worker: Worker, report: WorkerReport) -> None:
         if report.kv_capacity_tokens is not None and worker.spec.kv_capacity_tokens is None:
@@ -125,42 +173,84 @@ class FleetState:
         if report.models is not None and report.models != worker.models:
             worker.models = report.models
             self._model_rows.clear()
+            self._largest.clear()
+            self.version += 1
 
     def own_end(self, g: int, now_s: float) -> None:
         """Note that one of our own requests ended on worker g."""
         worker = self.workers[g]
         worker.recent_ends_s.append(now_s)
-        worker.engine_waiting = max(0, worker.engine_waiting - 1)
+        if worker.engine_waiting > 0:
+            worker.engine_waiting -= 1
+            self._mirror(g)
 
     def serves(self, model: str) -> BoolArray:
         """(g,) which workers serve a model, or may: unknown lists and "" match everything."""
         row = self._model_rows.get(model)
-        if row is None or row.size != len(self.workers):
+        if row is None:
             row = np.array(
                 [not model or w.models is None or model in w.models for w in self.workers],
                 dtype=np.bool_,
             )
-            if len(self._model_rows) < 1024:
+            if len(self._model_rows) < MODELS_MAX:
                 self._model_rows[model] = row
         return row
 
+    def largest(self, model: str) -> Largest | None:
+        """The largest limits among the workers that serve a model; None when no worker does."""
+        if model in self._largest:
+            return self._largest[model]
+        serves = self.serves(model)
+        names = ("batch_limit", "kv_capacity_tokens", "block_tokens")
+        found = None
+        if serves.any():
+            found = Largest(*(float(self._numbers[name][serves].max()) for name in names))
+        if len(self._largest) < MODELS_MAX:
+            self._largest[model] = found
+        return found
+
     def up(self) -> BoolArray:
-        """(g,) which workers may take new requests."""
-        return np.array([w.state is WorkerState.UP for w in self.workers], dtype=np.bool_)
+        """(g,) which workers may take new requests; read-only."""
+        return self._up
 
     def engine_queue_empty(self, now_s: float) -> BoolArray:
         """(g,) no recent report of requests waiting inside the engine."""
-        return np.array(
-            [
-                w.engine_waiting == 0 or now_s - w.reported_at_s > WAITING_TRUST_S
-                for w in self.workers
-            ],
-            dtype=np.bool_,
-        )
+        stale = now_s - self._numbers["reported_at_s"] > WAITING_TRUST_S
+        return np.asarray((self._numbers["engine_waiting"] == 0) | stale)
 
     def array(self, name: str) -> FloatArray:
-        """(g,) one attribute of every worker."""
-        return np.array([getattr(worker, name) for worker in self.workers], dtype=np.float64)
+        """(g,) one of NUMBERS of every worker; read-only, and never changed once handed out."""
+        return self._numbers[name]
+
+    def _states(self) -> BoolArray:
+        up = np.array([w.state is WorkerState.UP for w in self.workers], dtype=np.bool_)
+        up.flags.writeable = False
+        return up
+
+    def _rebuild(self) -> None:
+        """Make every array anew: the workers are others than before."""
+        self.worker_ids = tuple(worker.spec.worker_id for worker in self.workers)
+        for name in NUMBERS:
+            values = np.array([getattr(w, name) for w in self.workers], dtype=np.float64)
+            values.flags.writeable = False
+            self._numbers[name] = values
+        self._up = self._states()
+        self._model_rows.clear()
+        self._largest.clear()
+        self.version += 1
+
+    def _mirror(self, g: int) -> None:
+        """Take worker g's numbers into the arrays, by copy: a view handed out stays as it was."""
+        worker = self.workers[g]
+        for name in NUMBERS:
+            value = float(getattr(worker, name))
+            if self._numbers[name][g] == value:
+                continue
+            values = self._numbers[name].copy()
+            values[g] = value
+            values.flags.writeable = False
+            self._numbers[name] = values
+            self._largest.clear()
 
 
 @dataclass(frozen=True, slots=True)

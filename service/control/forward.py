@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.control.assign import Candidates, Residual, admit_balanced
-from service.control.baselines import working_residual
-from service.control.columns import Columns, FloatArray, PrefixPrices, Usage
+from service.control.assign import Candidates, admit_balanced
+from service.control.columns import Columns, FloatArray, IntArray, PrefixPrices, Usage
 from service.control.config import ControlConfig
 from service.control.prices import History, PriceProblem, PriceSolution
 from service.control.published import kv_scale, scarcity
 from service.control.reward import StartTimes, largest_reward, start_reward
+from service.control.room import Room
 from service.control.view import Pair, View
 
 RESERVATIONS_MAX = 2
@@ -38,23 +38,32 @@ class ForwardLp:
 
     def decide(self, view: View) -> list[Pair]:
         """Aged requests first, then by reduced cost; everything fits on all its future slots."""
-        residual = working_residual(view)
-        columns = view.columns()
-        allowed = view.waiting.allowed & view.fleet.engine_queue_empty
+        columns, rewards = view.columns(), self._rewards(view)
+        self._record(view, columns, rewards)
+        workers = view.open_workers()
+        if not workers.size:
+            return []
+        room = Room(view, workers)
         age_s = view.now_s - view.waiting.arrival_s
         bound_s = self._config.age_bound_s
         aged = age_s >= bound_s if bound_s > 0 else np.zeros(len(view.waiting), dtype=np.bool_)
-        pairs: list[Pair] = []
-        if aged.any():
-            pairs = self._start_aged(view, columns, residual, np.flatnonzero(aged))
-        rewards = self._rewards(view)
-        self._record(view, columns, rewards)
-        margin = rewards[:, None] - self._cost(view, columns)
-        young = allowed & ~aged[:, None]
+        pairs = self._start_aged(view, columns, room, np.flatnonzero(aged))
+        young = np.flatnonzero(~aged)
+        if not young.size or not room.residual.has_slot().any():
+            return pairs
+        columns = columns.take(young)
+        margin = rewards[young, None] - self._cost(view, columns, room.workers)
+        allowed = view.waiting.allowed(room.workers)[young]
         candidates = Candidates(
-            columns, np.where(young, margin, -np.inf), view.waiting.order, floor=-np.inf
+            columns,
+            np.where(allowed, margin, -np.inf),
+            view.waiting.order[young],
+            floor=-np.inf,
         )
-        return pairs + admit_balanced(candidates, residual, 1.0 / view.fleet.batch_limit)
+        started = admit_balanced(
+            candidates, room.residual, 1.0 / view.fleet.batch_limit[room.workers]
+        )
+        return pairs + [(int(young[row]), int(room.workers[worker])) for row, worker in started]
 
     def price_problem(self, view: View) -> PriceProblem | None:
         """Snapshot the dual whose columns are hypothetical arrivals over the look-ahead."""
@@ -71,7 +80,7 @@ class ForwardLp:
             footprint=columns.footprint,
             sequences=columns.sequences,
         )
-        capacity, used = view.capacity(), view.occupancy(view.horizon, 0.0)
+        capacity, used = view.capacity(), view.occupancy(view.horizon, 0.0, None)
         residual = Usage(batch=capacity.batch - used.batch, kv=capacity.kv - used.kv)
         scale = kv_scale(view.fleet.kv_capacity_tokens)
         return PriceProblem(
@@ -109,39 +118,37 @@ class ForwardLp:
         left_s = view.horizon.iterations * float(view.fleet.iteration_s.mean())
         return view.arrivals_per_s * left_s + len(view.waiting)
 
-    def _start_aged(
-        self, view: View, columns: Columns, residual: Residual, rows: np.ndarray
-    ) -> list[Pair]:
+    def _start_aged(self, view: View, columns: Columns, room: Room, rows: np.ndarray) -> list[Pair]:
         """Start aged requests, oldest first; reserve room for the first few that fit nowhere."""
         pairs: list[Pair] = []
         reserved = 0
-        allowed = view.waiting.allowed & view.fleet.engine_queue_empty
         for row in rows[np.argsort(view.waiting.order[rows])].tolist():
-            one = columns.take(np.array([row]))
-            fits = residual.fits(one)[0] & allowed[row]
+            if not room.residual.has_slot().any():
+                break
+            reach = view.waiting.reach[view.waiting.kind[row]]
+            fits = room.residual.fits(columns.take(np.array([row])))[0] & reach[room.workers]
             if fits.any():
-                free = residual.batch[:, 0] / view.fleet.batch_limit
+                free = room.residual.batch[:, 0] / view.fleet.batch_limit[room.workers]
                 worker = int(np.argmax(np.where(fits, free, -np.inf)))
-                residual.subtract(columns, row, worker)
-                pairs.append((row, worker))
+                room.start(columns, row, worker)
+                pairs.append((row, int(room.workers[worker])))
             elif reserved < RESERVATIONS_MAX:
-                reserved += residual.reserve(columns, row, view.waiting.allowed[row])
+                reserved += room.reserve(columns, row, reach)
             else:
                 break
         return pairs
 
-    def _cost(self, view: View, columns: Columns) -> FloatArray:
+    def _cost(self, view: View, columns: Columns, workers: IntArray) -> FloatArray:
         prices = self._prices(view)
         scale = kv_scale(view.fleet.kv_capacity_tokens)
-        per_token = Usage(batch=prices.batch, kv=prices.kv * scale)
+        per_token = Usage(batch=prices.batch[workers], kv=prices.kv[workers] * scale)
         return PrefixPrices.of(per_token, view.horizon).cost_on_every_worker(columns)
 
     def _record(self, view: View, columns: Columns, rewards: FloatArray) -> None:
         """Remember every request once, the first time a decision sees it."""
         new = np.flatnonzero(view.waiting.arrival_s > self._last_recorded_s)
-        for row in new.tolist():
-            self._history.record(columns, 0.0, row, float(rewards[row]))
         if new.size:
+            self._history.extend(columns.take(new), 0.0, rewards[new])
             self._last_recorded_s = float(view.waiting.arrival_s[new].max())
 
     def _rewards(self, view: View) -> FloatArray:

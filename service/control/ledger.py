@@ -10,18 +10,21 @@ from __future__ import annotations
 import numpy as np
 
 from service.control.columns import (
+    BoolArray,
     Columns,
     FloatArray,
     Horizon,
+    IntArray,
     Usage,
+    held_usage,
     kv_footprint,
     service_steps,
     sum_per_slot,
-    total_usage,
 )
 from service.control.config import Kernel
 from service.control.fleet_state import FleetState, OwnLoad
 from service.control.lengths import LengthPredictor
+from service.control.occupancy import Frame, Occupancy
 from service.control.tables import Table
 from service.control.waiting import Entry
 
@@ -47,6 +50,11 @@ class Ledger:
             started_s=np.float64,
             streams=np.bool_,
         )
+        self._sequences: FloatArray = np.zeros(0)
+        self._kv_tokens: FloatArray = np.zeros(0)
+        self._blind: FloatArray = np.zeros(0)
+        self._occupancy = Occupancy()
+        self._learned = -1
 
     def __len__(self) -> int:
         return len(self._table)
@@ -71,43 +79,118 @@ class Ledger:
             started_s=now_s,
             streams=request.streams,
         )
+        self._make_room(worker + 1)
+        self._sequences[worker] += entry.sequences
+        self._kv_tokens[worker] += entry.sequences * request.prompt_tokens
+        self._blind[worker] += not request.streams
+        self._occupancy.touch(worker)
 
-    def progress(self, request_id: str, decode_tokens: int) -> None:
-        """Note tokens produced so far; totals never fall."""
-        row = self._table.row(request_id)
-        produced = self._table["produced"]
-        produced[row] = max(produced[row], decode_tokens)
+    def progress(self, decode_tokens: dict[str, int]) -> None:
+        """Note tokens produced so far; totals never fall.
+
+        Raises:
+            KeyError: a request is not in the ledger; then nothing is noted.
+        """
+        table = self._table
+        rows = np.array([table.row(request_id) for request_id in decode_tokens], dtype=np.int64)
+        before = table["produced"][rows]
+        after = np.maximum(before, np.fromiter(decode_tokens.values(), np.float64, rows.size))
+        table["produced"][rows] = after
+        worker, more = table["worker"][rows], table["sequences"][rows] * (after - before)
+        kept = worker >= 0
+        worker = worker[kept]
+        self._kv_tokens += sum_per_slot(worker, more[kept], self._kv_tokens.size)
+        self._occupancy.touch_all(worker)
 
     def end(self, request_id: str) -> tuple[Entry, int, int]:
         """Free a request's slots; returns it, its worker index (-1: gone) and the tokens seen."""
         held = self._table.remove(request_id)
-        return self._entries.pop(request_id), int(held["worker"]), int(held["produced"])
+        worker, sequences = int(held["worker"]), held["sequences"]
+        if worker >= 0:
+            self._sequences[worker] -= sequences
+            self._kv_tokens[worker] -= sequences * (held["prompt_tokens"] + held["produced"])
+            self._blind[worker] -= not held["streams"]
+            self._occupancy.touch(worker)
+        return self._entries.pop(request_id), worker, int(held["produced"])
 
     def drop_worker(self, gone: int) -> None:
         """Renumber after a worker was removed; its own requests keep no worker (-1)."""
         worker = self._table["worker"]
         worker[worker == gone] = -1
         worker[worker > gone] -= 1
+        if gone < self._sequences.size:
+            self._sequences = np.delete(self._sequences, gone)
+            self._kv_tokens = np.delete(self._kv_tokens, gone)
+            self._blind = np.delete(self._blind, gone)
+        self._occupancy.forget()
 
     def sequences_per_worker(self, workers: int) -> FloatArray:
         """(g,) batch slots held by our own started requests."""
-        kept = self._table["worker"] >= 0
-        table = self._table
-        return sum_per_slot(table["worker"][kept], table["sequences"][kept], workers)
+        self._make_room(workers)
+        return self._sequences[:workers].copy()
 
-    def columns(self, fleet: FleetState, now_s: float, offset: float = 0.0) -> Columns:
-        """(n,) started requests as columns that began in the past, with corrected lengths.
+    def kv_tokens_per_worker(self, workers: int) -> FloatArray:
+        """(g,) KV tokens held now by our own started requests."""
+        self._make_room(workers)
+        return self._kv_tokens[:workers].copy()
+
+    def own_load(self, worker: int) -> OwnLoad:
+        """What we hold on one worker now, in sequences and in KV tokens."""
+        self._make_room(worker + 1)
+        return OwnLoad(int(self._sequences[worker]), float(self._kv_tokens[worker]))
+
+    def occupancy(
+        self,
+        fleet: FleetState,
+        now_s: float,
+        horizon: Horizon,
+        offset: float = 0.0,
+        workers: IntArray | None = None,
+    ) -> Usage:
+        """(w, N) batch slots and KV tokens held from now on, load of others included.
 
         Args:
-            fleet: for block sizes and iteration times.
+            fleet: for block sizes, iteration times and foreign load.
             now_s: the tick's time.
-            offset: iterations from the look-ahead's left edge to now.
+            horizon: the look-ahead, N buckets.
+            offset: iterations from the look-ahead's left edge to now, below one bucket.
+            workers: (w,) whose rows are wanted; None for all of them.
+        """
+        wanted = np.arange(len(fleet)) if workers is None else workers
+        known = self._occupancy
+        known.enter(Frame(horizon=horizon, offset=offset, block_tokens=fleet.array("block_tokens")))
+        # Requests that do not stream move with the clock, late ones with what was learned.
+        known.touch_all(np.flatnonzero(self._blind > 0))
+        if self._learned != self._predictor.version:
+            self._learned = self._predictor.version
+            known.touch_late()
+        due = known.stale(wanted)
+        if due.size:
+            columns, late = self._columns(fleet, now_s, offset, due)
+            known.put(due, held_usage(columns, horizon, due.size), late)
+        used = known.rows(wanted)
+        return Usage(
+            batch=used.batch + fleet.array("foreign_active")[wanted, None],
+            kv=used.kv + fleet.array("foreign_kv")[wanted, None],
+        )
+
+    def _columns(
+        self, fleet: FleetState, now_s: float, offset: float, workers: IntArray
+    ) -> tuple[Columns, BoolArray]:
+        """Requests started on w workers, as (n,) columns that began in the past.
+
+        Returns:
+            The columns, whose worker is a place in `workers`; and (w,) which workers hold one that
+            outlived its forecast: its length is its conditional expectation (spec section 7.3).
         """
         table = self._table
-        kept = np.flatnonzero(table["worker"] >= 0)
-        worker = table["worker"][kept]
+        place = np.full(len(fleet) + 1, -1, dtype=np.int64)
+        place[workers] = np.arange(workers.size)
+        at = place[table["worker"]]
+        kept = np.flatnonzero(at >= 0)
+        at = at[kept]
         produced = self._produced(kept, fleet, now_s)
-        total = table["forecast"][kept].copy()
+        total = table["forecast"][kept]
         late = np.flatnonzero(produced >= total)
         if late.size:
             rows = kept[late]
@@ -116,45 +199,21 @@ class Ledger:
             )
             total[late] = produced[late] + left
         total = np.maximum(np.minimum(total, table["limit"][kept]), produced + 1.0)
-        done = service_steps(self._kernel, produced) if self._kernel is Kernel.MIXED else produced
-        done = np.where(produced > 0, done, 0.0)
-        pad = fleet.array("block_tokens")[worker] - 1.0 if len(fleet) else np.zeros(0)
-        return Columns(
-            worker=worker,
-            start=offset - done,
+        done = service_steps(self._kernel, produced)
+        pad = fleet.array("block_tokens")[workers][at] - 1.0
+        columns = Columns(
+            worker=at,
+            start=offset - np.where(produced > 0, done, 0.0),
             steps=service_steps(self._kernel, total),
             footprint=kv_footprint(self._kernel, table["prompt_tokens"][kept] + pad),
             sequences=table["sequences"][kept],
         )
-
-    def occupancy(
-        self, fleet: FleetState, horizon: Horizon, now_s: float, offset: float = 0.0
-    ) -> Usage:
-        """(g, N) batch slots and KV tokens held from now on, load of others included."""
-        used = total_usage(self.columns(fleet, now_s, offset), horizon, len(fleet))
-        return Usage(
-            batch=used.batch + fleet.array("foreign_active")[:, None],
-            kv=used.kv + fleet.array("foreign_kv")[:, None],
-        )
-
-    def own_load(self, worker: int) -> OwnLoad:
-        """What we hold on one worker now, in sequences and in KV tokens."""
-        mine = self._table["worker"] == worker
-        sequences = self._table["sequences"][mine]
-        tokens = self._table["prompt_tokens"][mine] + self._table["produced"][mine]
-        return OwnLoad(int(sequences.sum()), float((sequences * tokens).sum()))
-
-    def kv_tokens_per_worker(self, workers: int) -> FloatArray:
-        """(g,) KV tokens held now by our own started requests."""
-        table = self._table
-        kept = table["worker"] >= 0
-        tokens = table["sequences"] * (table["prompt_tokens"] + table["produced"])
-        return sum_per_slot(table["worker"][kept], tokens[kept], workers)
+        return columns, np.bincount(at[late], minlength=workers.size) > 0
 
     def _produced(self, rows: np.ndarray, fleet: FleetState, now_s: float) -> FloatArray:
         """Tokens so far; a request that does not stream is taken to decode at the worker's pace."""
         table = self._table
-        produced = table["produced"][rows].copy()
+        produced = table["produced"][rows]
         blind = np.flatnonzero(~table["streams"][rows])
         if blind.size:
             at = rows[blind]
@@ -162,3 +221,11 @@ class Ledger:
             guess = np.floor((now_s - table["started_s"][at]) / pace_s)
             produced[blind] = np.minimum(np.maximum(guess, 0.0), table["limit"][at] - 1.0)
         return np.asarray(produced)
+
+    def _make_room(self, workers: int) -> None:
+        """Count for at least so many workers."""
+        more = workers - self._sequences.size
+        if more > 0:
+            self._sequences = np.append(self._sequences, np.zeros(more))
+            self._kv_tokens = np.append(self._kv_tokens, np.zeros(more))
+            self._blind = np.append(self._blind, np.zeros(more))

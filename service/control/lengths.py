@@ -45,9 +45,13 @@ class LengthPredictor:
     Pool 0 is all traffic without a hint, pool 1 the ratio true / hint of requests with one, the
     rest are groups. A group's distribution is its own counts plus PRIOR_WEIGHT requests drawn from
     pool 0.
+
+    Attributes:
+        version: grows with everything learned; while it stands, forecasts stay as they are.
     """
 
     def __init__(self, default_tokens: int) -> None:
+        self.version = 0
         self._grid = _grid()
         self._counts = np.zeros((2 + GROUPS_MAX, self._grid.size))
         self._pools: dict[str, int] = {}
@@ -111,6 +115,7 @@ class LengthPredictor:
         if counts.sum() > MEMORY:
             counts *= 0.5
         self._stale[pool] = True
+        self.version += 1
         if pool == 0:
             self._stale[2:] = True
 

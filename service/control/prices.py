@@ -186,16 +186,24 @@ class History:
 
     def record(self, columns: Columns, start: float, row: int, reward: float) -> None:
         """Remember one column that starts at an absolute iteration."""
-        self._rows[:, self._next] = (
-            columns.worker[row],
-            start,
-            columns.steps[row],
-            columns.footprint[row],
-            columns.sequences[row],
+        self.extend(columns.take(np.array([row])), start, np.array([reward]))
+
+    def extend(self, columns: Columns, start: float, reward: FloatArray) -> None:
+        """Remember n columns that start at an absolute iteration, and their (n,) rewards."""
+        newest = max(0, reward.size - self._capacity)
+        at = (self._next + np.arange(newest, reward.size)) % self._capacity
+        rows = (
+            columns.worker,
+            np.full(reward.size, start),
+            columns.steps,
+            columns.footprint,
+            columns.sequences,
             reward,
         )
-        self._next = (self._next + 1) % self._capacity
-        self._size = min(self._size + 1, self._capacity)
+        for kept, values in zip(self._rows, rows, strict=True):
+            kept[at] = values[newest:]
+        self._next = (self._next + reward.size) % self._capacity
+        self._size = min(self._size + reward.size, self._capacity)
 
     def forget_before(self, keep: int) -> None:
         """Drop all but the newest `keep` columns (a rate shift made the rest stale)."""

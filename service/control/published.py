@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 
 from service.control.assign import Candidates, admit
-from service.control.baselines import working_residual
 from service.control.columns import FloatArray, Horizon, PrefixPrices, Usage
 from service.control.config import ControlConfig
 from service.control.prices import History, PriceProblem, PriceSolution
 from service.control.reward import StartTimes, largest_reward, start_reward
+from service.control.room import working_residual
 from service.control.view import Pair, View
 
 NEVER_SCARCE = 1e12
@@ -69,14 +69,18 @@ class PublishedLp:
         scale = kv_scale(view.fleet.kv_capacity_tokens)
         per_token = Usage(batch=prices.batch, kv=prices.kv * scale)
         cost = PrefixPrices.of(per_token, horizon).cost_on_every_worker(columns)
-        margin = np.where(view.waiting.allowed, rewards[:, None] - cost, -np.inf)
+        margin = np.where(view.waiting.allowed(), rewards[:, None] - cost, -np.inf)
         best = int(np.argmax(margin)) if margin.size else -1
         if best >= 0 and margin.flat[best] > -np.inf:
             row, worker = divmod(best, len(view.fleet))
             chosen = columns.on_worker(np.full(len(view.waiting), worker, dtype=np.int64))
             self._history.record(chosen, origin + offset, row, float(rewards[row]))
-        residual = working_residual(view, float(offset))
-        return admit(Candidates(columns, margin, view.waiting.order), residual)
+        workers = view.open_workers(engine_queue_empty=False)
+        if not workers.size:
+            return []
+        residual = working_residual(view, workers, float(offset))
+        candidates = Candidates(columns, margin[:, workers], view.waiting.order)
+        return [(row, int(workers[place])) for row, place in admit(candidates, residual)]
 
     def price_problem(self, view: View) -> PriceProblem | None:
         """Snapshot f_k(p): what Algorithm 2 solves next."""
@@ -86,7 +90,7 @@ class PublishedLp:
         origin, offset, _ = self._clock(view)
         horizon = self._horizon(view, origin)
         view = replace(view, horizon=horizon)
-        capacity, used = view.capacity(), view.occupancy(horizon, float(offset))
+        capacity, used = view.capacity(), view.occupancy(horizon, float(offset), None)
         residual = Usage(batch=capacity.batch - used.batch, kv=capacity.kv - used.kv)
         columns, rewards = self._history.columns(origin)
         scale = kv_scale(view.fleet.kv_capacity_tokens)

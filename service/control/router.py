@@ -12,7 +12,7 @@ from typing import assert_never
 import numpy as np
 
 from service.control.baselines import CentralFcfs
-from service.control.columns import Horizon, Usage
+from service.control.columns import Horizon, IntArray, Usage
 from service.control.config import ControlConfig, PolicyName
 from service.control.events import (
     Arrived,
@@ -78,10 +78,9 @@ class Router:
             case Arrived(request):
                 return self._arrive(request)
             case FirstToken(request_id):
-                self._ledger.progress(request_id, 1)
+                self._ledger.progress({request_id: 1})
             case Progressed(decode_tokens):
-                for request_id, tokens in decode_tokens.items():
-                    self._ledger.progress(request_id, tokens)
+                self._ledger.progress(decode_tokens)
             case Returned(request_id):
                 return self._return(request_id, now_s)
             case Left(request_id, outcome, decode_tokens):
@@ -131,7 +130,7 @@ class Router:
 
     def adopt(self, solution: PriceSolution, now_s: float) -> None:
         """Take new prices; ones that are not finite or for another fleet are dropped, counted."""
-        ids = tuple(worker.spec.worker_id for worker in self._fleet.workers)
+        ids = self._fleet.worker_ids
         if not solution.is_finite() or solution.worker_ids != ids:
             self._counters.prices_dropped += 1
             return
@@ -185,10 +184,10 @@ class Router:
             return Refusal.QUEUE_FULL, f"{self._config.queue_max} requests are waiting already"
         if not len(self._fleet):
             return None
-        serves = self._fleet.serves(request.model)
-        if not serves.any():
+        largest = self._fleet.largest(request.model)
+        if largest is None:
             return Refusal.UNKNOWN_MODEL, f"no worker serves the model {request.model!r}"
-        room = float(self._fleet.array("kv_capacity_tokens")[serves].max())
+        room = largest.kv_capacity_tokens
         if request.prompt_tokens + 1 > room:
             return Refusal.TOO_LARGE, (
                 f"the prompt's {request.prompt_tokens} tokens exceed the KV cache of every worker "
@@ -232,7 +231,7 @@ class Router:
             case WorkerChanged(worker_id, state):
                 self._fleet.change(worker_id, state)
                 if state is WorkerState.UP:
-                    self._forgive(worker_id)
+                    self._waiting.forgive(worker_id)
             case WorkerReported(worker_id, report, reported_at_s):
                 own = self._ledger.own_load(self._fleet.index[worker_id])
                 self._fleet.report(worker_id, report, own, reported_at_s)
@@ -243,11 +242,6 @@ class Router:
         if was_up and not self._fleet.up().any():
             self._nobody_up_since_s = now_s
 
-    def _forgive(self, worker_id: str) -> None:
-        """A worker that came back may be tried again by those it had turned away."""
-        for entry in self._waiting.entries.values():
-            entry.avoid.discard(worker_id)
-
     def _refuse(self, request_id: str, reason: Refusal, detail: str) -> Refuse:
         self._waiting.remove(request_id)
         self._counters.refused[reason] += 1
@@ -256,20 +250,10 @@ class Router:
     def _refuse_unreachable(self, now_s: float) -> list[Command]:
         """Refuse those who have waited the hold time for any worker that serves them to come up."""
         hold_s = self._config.no_worker_hold_s
-        overdue = [
-            request_id
-            for request_id, entry in self._waiting.entries.items()
-            if now_s - max(entry.request.arrival_s, self._nobody_up_since_s) >= hold_s
-        ]
-        if not overdue:
-            return []
-        up = self._fleet.up()
         commands: list[Command] = []
-        for request_id in overdue:
-            entry = self._waiting.entries[request_id]
-            reachable = up & self._fleet.serves(entry.request.model) if len(self._fleet) else up
-            untried = {self._fleet.workers[g].spec.worker_id for g in np.flatnonzero(reachable)}
-            if not untried - entry.avoid:
+        for request_id in self._waiting.cut_off(self._fleet):
+            arrival_s = self._waiting.entries[request_id].request.arrival_s
+            if now_s - max(arrival_s, self._nobody_up_since_s) >= hold_s:
                 detail = f"no worker that serves the request came up within {hold_s:g} s"
                 commands.append(self._refuse(request_id, Refusal.NO_WORKER, detail))
         return commands
@@ -296,8 +280,8 @@ class Router:
         fleet = self._fleet
         own = self._ledger.sequences_per_worker(len(fleet))
 
-        def occupancy(horizon: Horizon, offset: float) -> Usage:
-            return self._ledger.occupancy(fleet, horizon, now_s, offset)
+        def occupancy(horizon: Horizon, offset: float, workers: IntArray | None) -> Usage:
+            return self._ledger.occupancy(fleet, now_s, horizon, offset, workers)
 
         return View(
             now_s=now_s,
@@ -305,7 +289,7 @@ class Router:
             horizon=self._horizon,
             waiting=self._waiting.arrays(fleet),
             fleet=FleetView(
-                worker_ids=tuple(worker.spec.worker_id for worker in fleet.workers),
+                worker_ids=fleet.worker_ids,
                 batch_limit=fleet.array("batch_limit"),
                 kv_capacity_tokens=fleet.array("kv_capacity_tokens"),
                 block_tokens=fleet.array("block_tokens"),
@@ -333,7 +317,7 @@ class Router:
         fleet = self._fleet
         if not len(fleet):
             return ()
-        ids = tuple(worker.spec.worker_id for worker in fleet.workers)
+        ids = fleet.worker_ids
         active = self._ledger.sequences_per_worker(len(fleet))
         kv_tokens = self._ledger.kv_tokens_per_worker(len(fleet))
         startable = self._has_free_slot() & fleet.engine_queue_empty(now_s)

@@ -33,7 +33,8 @@ class Waiting:
         arrival_s: seconds. order: rank by arrival, breaks ties.
         prompt_tokens: s. decode_tokens: o^. sequences: batch slots wanted.
         value: reward multiplier. ttft_bound_s: own bound, NaN for the fleet's.
-        allowed: (n, g) worker is up, serves the model, and was not just tried in vain.
+        kind: row of `reach`; requests of one model that avoid the same workers share a row.
+        reach: (kinds, g) worker is up, serves the model, and was not just tried in vain.
     """
 
     arrival_s: FloatArray
@@ -43,10 +44,16 @@ class Waiting:
     sequences: FloatArray
     value: FloatArray
     ttft_bound_s: FloatArray
-    allowed: BoolArray
+    kind: IntArray
+    reach: BoolArray
 
     def __len__(self) -> int:
         return int(self.arrival_s.size)
+
+    def allowed(self, workers: IntArray | None = None) -> BoolArray:
+        """(n, w) whether each request may go to each of some workers; None for all of them."""
+        reach = self.reach if workers is None else self.reach[:, workers]
+        return np.asarray(reach[self.kind])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,8 +87,8 @@ class View:
     Attributes:
         now_s: the tick's time. kernel, horizon: of the columns.
         waiting, fleet: the arrays.
-        occupancy: gives (g, N) what started requests hold on a look-ahead whose left edge lies some
-            iterations before now; computed on demand.
+        occupancy: gives what started requests hold on a look-ahead whose left edge lies some
+            iterations before now: (w, N) for some workers, (g, N) for None; computed on demand.
         arrivals_per_s: measured arrival rate.
     """
 
@@ -90,7 +97,7 @@ class View:
     horizon: Horizon
     waiting: Waiting
     fleet: FleetView
-    occupancy: Callable[[Horizon, float], Usage]
+    occupancy: Callable[[Horizon, float, IntArray | None], Usage]
     arrivals_per_s: float
 
     def columns(self, start: float = 0.0) -> Columns:
@@ -106,13 +113,27 @@ class View:
             sequences=self.waiting.sequences,
         )
 
-    def capacity(self) -> Usage:
-        """(g, N) B_g and M_g on every bucket."""
-        ones = np.ones(self.horizon.buckets)
+    def capacity(self, workers: IntArray | None = None) -> Usage:
+        """(w, N) B_g and M_g on every bucket, of some workers or of all; read-only."""
+        batch, kv = self.fleet.batch_limit, self.fleet.kv_capacity_tokens
+        if workers is not None:
+            batch, kv = batch[workers], kv[workers]
+        shape = (batch.size, self.horizon.buckets)
         return Usage(
-            batch=np.outer(self.fleet.batch_limit, ones),
-            kv=np.outer(self.fleet.kv_capacity_tokens, ones),
+            batch=np.broadcast_to(batch[:, None], shape), kv=np.broadcast_to(kv[:, None], shape)
         )
+
+    def open_workers(self, engine_queue_empty: bool = True) -> IntArray:
+        """(w,) workers with a free batch slot that some waiting request may go to.
+
+        Nothing can start anywhere else, so a decision need not look there.
+
+        Args:
+            engine_queue_empty: leave out those with requests waiting inside the engine.
+        """
+        fleet = self.fleet
+        free = self.waiting.reach.any(axis=0) & (fleet.batch_limit - fleet.outstanding >= 1)
+        return np.flatnonzero(free & fleet.engine_queue_empty if engine_queue_empty else free)
 
 
 class Policy(Protocol):

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from service.control.columns import BoolArray, FloatArray
+from service.control.columns import BoolArray
 from service.control.events import Request
 from service.control.fleet_state import FleetState
 from service.control.lengths import Forecast
 from service.control.tables import Table
 from service.control.view import Waiting
+
+FIRST_KINDS = 8
 
 
 @dataclass(slots=True)
@@ -42,16 +44,81 @@ def fit_to_fleet(entry: Entry, fleet: FleetState) -> None:
     """
     request = entry.request
     entry.sequences, entry.decode_tokens = request.sequences, entry.forecast.decode_tokens
-    serves = fleet.serves(request.model)
-    if not serves.any():
+    largest = fleet.largest(request.model)
+    if largest is None:
         return
-    slots = float(fleet.array("batch_limit")[serves].max())
-    room = float(fleet.array("kv_capacity_tokens")[serves].max())
-    block = float(fleet.array("block_tokens")[serves].max())
+    room, block = largest.kv_capacity_tokens, largest.block_tokens
     least = request.prompt_tokens + block + 1
-    entry.sequences = int(min(request.sequences, slots, max(1.0, room // least)))
+    entry.sequences = int(min(request.sequences, largest.batch_limit, max(1.0, room // least)))
     longest = max(1.0, room // entry.sequences - request.prompt_tokens - block)
     entry.decode_tokens = int(min(entry.forecast.decode_tokens, longest))
+
+
+class Kinds:
+    """Which workers a waiting request may go to, kept once per kind instead of once per request.
+
+    A kind is a model and a set of workers to avoid. Requests of one kind share a row of `reach`;
+    rows are made when first asked for, and again after the fleet changed.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, frozenset[str]], int] = {}
+        self._kinds: list[tuple[str, frozenset[str]] | None] = []
+        self._counts: list[int] = []
+        self._free: list[int] = []
+        self._due: set[int] = set()
+        self._reach: BoolArray = np.zeros((0, 0), dtype=np.bool_)
+        self._version = -1
+
+    def enter(self, model: str, avoid: set[str]) -> int:
+        """Count one request in; returns the number of its kind."""
+        kind = (model, frozenset(avoid))
+        number = self._numbers.get(kind)
+        if number is None:
+            number = self._free.pop() if self._free else len(self._kinds)
+            if number == len(self._kinds):
+                self._kinds.append(None)
+                self._counts.append(0)
+            self._kinds[number] = kind
+            self._numbers[kind] = number
+            self._due.add(number)
+        self._counts[number] += 1
+        return number
+
+    def leave(self, number: int) -> None:
+        """Count one request out; a kind nobody is of makes room for another."""
+        self._counts[number] -= 1
+        kind = self._kinds[number]
+        if self._counts[number] == 0 and kind is not None:
+            del self._numbers[kind]
+            self._kinds[number] = None
+            self._free.append(number)
+            self._due.add(number)
+
+    def reach(self, fleet: FleetState) -> BoolArray:
+        """(kinds, g) workers that are up, serve the model, and are not avoided.
+
+        A view, valid until the next change; a number that nobody holds reaches nothing.
+        """
+        if fleet.version != self._version or len(self._kinds) > self._reach.shape[0]:
+            rows = max(FIRST_KINDS, 2 * len(self._kinds))
+            self._reach = np.zeros((rows, len(fleet)), dtype=np.bool_)
+            self._version = fleet.version
+            self._due = set(range(len(self._kinds)))
+        for number in self._due:
+            self._reach[number] = self._row(self._kinds[number], fleet)
+        self._due.clear()
+        return self._reach[: len(self._kinds)]
+
+    @staticmethod
+    def _row(kind: tuple[str, frozenset[str]] | None, fleet: FleetState) -> BoolArray:
+        if kind is None:
+            return np.zeros(len(fleet), dtype=np.bool_)
+        model, avoid = kind
+        row = fleet.up() & fleet.serves(model)
+        for worker_id in avoid & fleet.index.keys():
+            row[fleet.index[worker_id]] = False
+        return row
 
 
 class WaitingRoom:
@@ -68,7 +135,10 @@ class WaitingRoom:
             value=np.float64,
             ttft_bound_s=np.float64,
             expires_s=np.float64,
+            kind=np.int64,
         )
+        self._kinds = Kinds()
+        self._avoiding: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -96,12 +166,27 @@ class WaitingRoom:
             value=request.value,
             ttft_bound_s=bound_s,
             expires_s=entry.expires_s,
+            kind=self._kinds.enter(request.model, entry.avoid),
         )
+        if entry.avoid:
+            self._avoiding.add(request.request_id)
 
     def remove(self, request_id: str) -> Entry:
         """Let a request out."""
-        self._table.remove(request_id)
+        held = self._table.remove(request_id)
+        self._kinds.leave(int(held["kind"]))
+        self._avoiding.discard(request_id)
         return self.entries.pop(request_id)
+
+    def forgive(self, worker_id: str) -> None:
+        """A worker that came back may be tried again by those it had turned away."""
+        for request_id in self._avoiding:
+            entry = self.entries[request_id]
+            if worker_id in entry.avoid:
+                entry.avoid.discard(worker_id)
+                row = self._table.row(request_id)
+                self._kinds.leave(int(self._table["kind"][row]))
+                self._table["kind"][row] = self._kinds.enter(entry.request.model, entry.avoid)
 
     def expired(self, now_s: float) -> list[str]:
         """Requests whose wait is over."""
@@ -115,20 +200,13 @@ class WaitingRoom:
         """Arrival of the request that waits longest; inf when nobody does."""
         return float(self._table["arrival_s"].min(initial=np.inf))
 
-    def arrivals_s(self) -> FloatArray:
-        """(n,) arrival times."""
-        return np.asarray(self._table["arrival_s"])
-
-    def allowed(self, fleet: FleetState) -> BoolArray:
-        """(n, g) workers that are up, serve the model, and did not just turn the request away."""
-        up = fleet.up()
-        allowed = np.empty((len(self), len(fleet)), dtype=np.bool_)
-        for row, request_id in enumerate(self.ids):
-            entry = self.entries[request_id]
-            allowed[row] = up & fleet.serves(entry.request.model)
-            for worker_id in entry.avoid & fleet.index.keys():
-                allowed[row, fleet.index[worker_id]] = False
-        return allowed
+    def cut_off(self, fleet: FleetState) -> list[str]:
+        """Requests that no worker that is up could take, in the order they were let in."""
+        alone = np.logical_not(self._kinds.reach(fleet).any(axis=1))
+        if not alone.any():
+            return []
+        found = {self.ids[row] for row in np.flatnonzero(alone[self._table["kind"]])}
+        return [request_id for request_id in self.entries if request_id in found] if found else []
 
     def arrays(self, fleet: FleetState) -> Waiting:
         """What a policy sees of the waiting requests."""
@@ -141,5 +219,6 @@ class WaitingRoom:
             sequences=table["sequences"].copy(),
             value=table["value"].copy(),
             ttft_bound_s=table["ttft_bound_s"].copy(),
-            allowed=self.allowed(fleet),
+            kind=table["kind"].copy(),
+            reach=self._kinds.reach(fleet),
         )

@@ -1,0 +1,88 @@
+"""3 controller, occupancy: what started requests hold on the look-ahead, kept worker by worker.
+
+Between two ticks few workers change. A row is made again only when something happened on its
+worker, or when the look-ahead itself moved. The ledger says what happened; read ledger.py for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.control.columns import BoolArray, FloatArray, Horizon, IntArray, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Frame:
+    """What every row depends on; other rows are of no use under another frame.
+
+    Attributes:
+        horizon: N buckets of q iterations. offset: iterations from the left edge to now.
+        block_tokens: (g,) KV block sizes, an array that is never changed in place.
+    """
+
+    horizon: Horizon
+    offset: float
+    block_tokens: FloatArray
+
+    def same_as(self, other: Frame) -> bool:
+        """Whether rows made under one frame hold under the other."""
+        return (
+            self.horizon == other.horizon
+            and self.offset == other.offset
+            and np.array_equal(self.block_tokens, other.block_tokens)
+        )
+
+
+class Occupancy:
+    """(g, N) batch slots and KV tokens of started requests, and which rows are out of date."""
+
+    def __init__(self) -> None:
+        self._frame: Frame | None = None
+        self._usage = Usage(batch=np.zeros((0, 0)), kv=np.zeros((0, 0)))
+        self._stale: BoolArray = np.zeros(0, dtype=np.bool_)
+        self._late: BoolArray = np.zeros(0, dtype=np.bool_)
+
+    def enter(self, frame: Frame) -> None:
+        """Look through a frame from now on; a new one makes every row stale."""
+        if self._frame is not None and self._frame.same_as(frame):
+            return
+        workers = frame.block_tokens.size
+        self._frame = frame
+        if self._usage.batch.shape != (workers, frame.horizon.buckets):
+            self._usage = Usage.zeros(workers, frame.horizon)
+        self._stale = np.ones(workers, dtype=np.bool_)
+        self._late = np.zeros(workers, dtype=np.bool_)
+
+    def touch(self, worker: int) -> None:
+        """Something happened on a worker."""
+        if worker < self._stale.size:
+            self._stale[worker] = True
+
+    def touch_all(self, workers: IntArray) -> None:
+        """Something happened on some workers."""
+        self._stale[workers[workers < self._stale.size]] = True
+
+    def touch_late(self) -> None:
+        """The length distributions changed, on which outlived forecasts depend."""
+        self._stale |= self._late
+
+    def forget(self) -> None:
+        """The workers are others than before."""
+        self._frame = None
+
+    def stale(self, workers: IntArray) -> IntArray:
+        """Those of some workers whose rows must be made."""
+        return workers[self._stale[workers]]
+
+    def put(self, workers: IntArray, usage: Usage, late: BoolArray) -> None:
+        """Take new rows; `late` says which workers hold a request that outlived its forecast."""
+        self._usage.batch[workers] = usage.batch
+        self._usage.kv[workers] = usage.kv
+        self._late[workers] = late
+        self._stale[workers] = False
+
+    def rows(self, workers: IntArray) -> Usage:
+        """(w, N) copies of rows that are fresh."""
+        return Usage(batch=self._usage.batch[workers], kv=self._usage.kv[workers])

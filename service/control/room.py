@@ -1,0 +1,66 @@
+"""3 controller, room: what is free on the workers where something can start now, and elsewhere.
+
+Most decisions need the look-ahead of the few workers with a free batch slot. Only a reservation
+needs all of them, so the rest is worked out when the first one is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from service.control.residual import Residual
+
+if TYPE_CHECKING:
+    from service.control.columns import BoolArray, Columns, IntArray
+    from service.control.view import View
+
+
+def working_residual(view: View, workers: IntArray | None = None, offset: float = 0.0) -> Residual:
+    """Capacity minus what started requests hold, on the look-ahead of some workers or of all."""
+    used = view.occupancy(view.horizon, offset, workers)
+    return Residual(view.capacity(workers), used, view.horizon)
+
+
+class Room:
+    """A tick's working residual on the open workers, in step with that of the whole fleet.
+
+    Attributes:
+        workers: (w,) the open workers.
+        residual: theirs; its row w is worker workers[w].
+    """
+
+    def __init__(self, view: View, workers: IntArray) -> None:
+        self.workers = workers
+        self.residual = working_residual(view, workers)
+        self._view = view
+        self._started: list[tuple[int, int]] = []
+        self._fleet: Residual | None = None
+
+    def start(self, columns: Columns, row: int, place: int) -> None:
+        """Take a column that starts now out of an open worker."""
+        worker = int(self.workers[place])
+        self.residual.subtract(columns, row, place)
+        self._started.append((row, worker))
+        if self._fleet is not None:
+            self._fleet.subtract(columns, row, worker)
+
+    def reserve(self, columns: Columns, row: int, allowed: BoolArray) -> bool:
+        """Set aside the earliest room for a column on any of the (g,) allowed workers.
+
+        Returns:
+            Whether there was room inside the look-ahead.
+        """
+        if self._fleet is None:
+            self._fleet = working_residual(self._view)
+            for started in self._started:
+                self._fleet.subtract(columns, *started)
+        found = self._fleet.earliest(columns, row, allowed)
+        if found is None:
+            return False
+        worker, shift = found
+        self._fleet.subtract(columns, row, worker, shift)
+        for place in np.flatnonzero(self.workers == worker).tolist():
+            self.residual.subtract(columns, row, place, shift)
+        return True
