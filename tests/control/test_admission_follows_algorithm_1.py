@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,6 +104,55 @@ def test_admission_decides_as_the_loops_do_ties_included__algorithm_1(
     )
     assert pairs == expected
     assert tensor_of(Usage(batch=residual.batch, kv=residual.kv)) == naive
+
+
+def crowd(seed: int) -> StartInstance:
+    """Hundreds of requests on a few workers, with many equal margins."""
+    rng = np.random.default_rng(seed)
+    n, g, horizon = 300, 4, Horizon(8, 4)
+    placed = [
+        Placed(
+            NaiveRequest(
+                f"r{i}",
+                0,
+                prompt=int(rng.integers(0, 30)),
+                length=int(rng.integers(1, 40)),
+                sequences=int(rng.choice([1, 1, 1, 1, 2, 5])),
+            ),
+            start=0,
+            worker=0,
+        )
+        for i in range(n)
+    ]
+    return StartInstance(
+        horizon,
+        Kernel.MIXED,
+        placed,
+        margin=np.where(rng.random((n, g)) < 0.2, -np.inf, rng.integers(-4, 12, (n, g)) / 8),
+        order=rng.permutation(n),
+        free=Usage(
+            batch=rng.integers(5, 40, (g, horizon.buckets)).astype(float),
+            kv=rng.integers(200, 900, (g, horizon.buckets)).astype(float),
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_crowd_is_admitted_as_the_loops_do_however_it_is_pruned__algorithm_1(seed: int) -> None:
+    instance = crowd(seed)
+    pairs = admit(candidates_of(instance), residual_of(instance))
+    assert len(pairs) > 20
+    assert pairs == naive_olp.admit_greedily(
+        margins_of(instance),
+        instance.naive_columns(),
+        instance.order.tolist(),
+        tensor_of(instance.free),
+    )
+    liking = np.array([0.5, 0.25, 0.25, 0.125])
+    for floor in (0.0, -np.inf):
+        pairs = admit_balanced(candidates_of(instance, floor), residual_of(instance), liking)
+        assert len(pairs) > 20
+        assert pairs == balanced_by_loops(instance, liking.tolist(), floor)
 
 
 def balanced_by_loops(instance: StartInstance, preference: list[float], floor: float) -> Pairs:
@@ -243,13 +293,11 @@ def earliest_room(
 def test_what_fits_is_what_fits_on_every_slot__algorithm_1_line_13(
     instance: StartInstance,
 ) -> None:
-    residual, columns = residual_of(instance), instance.columns()
     free = tensor_of(instance.free)
-    fits = residual.fits(columns)
+    fits = residual_of(instance).fits(instance.columns())
     for row, uses in enumerate(instance.naive_columns()):
         for g in range(instance.workers):
             assert fits[row, g] == naive_olp.fits(uses, g, free)
-            assert residual.fits_one(columns, row, g) == fits[row, g]
 
 
 def test_a_bucket_asks_for_more_room_than_its_slots_do_never_for_less__spec_7_1() -> None:
