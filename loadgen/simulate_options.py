@@ -183,6 +183,7 @@ class PolicyOptions:
         variant: of online_lp: forward, or published as in the paper.
         zero_prices: force every price to zero.
         inline_prices: refresh prices inside every decision, as the paper does.
+        price_refresh_s: shortest time between two refreshes of the prices.
         horizon_iterations: look-ahead.
         bucket_iterations: iterations in one bucket of the look-ahead.
         ttft_bound_s: bound on time to first token, of the tail weight and of the report.
@@ -197,6 +198,7 @@ class PolicyOptions:
     variant: Variant = Variant.FORWARD
     zero_prices: bool = False
     inline_prices: bool = False
+    price_refresh_s: float = PriceConfig().refresh_s
     horizon_iterations: int = ControlConfig().horizon_iterations
     bucket_iterations: int = ControlConfig().bucket_iterations
     ttft_bound_s: float = Weights().ttft_bound_s
@@ -229,7 +231,10 @@ class PolicyOptions:
                 e2e_bound_s=self.e2e_bound_s,
             ),
             prices=PriceConfig(
-                variant=self.variant, zero=self.zero_prices, inline=self.inline_prices
+                variant=self.variant,
+                zero=self.zero_prices,
+                inline=self.inline_prices,
+                refresh_s=self.price_refresh_s,
             ),
             horizon_iterations=self.horizon_iterations,
             bucket_iterations=self.bucket_iterations,
