@@ -35,7 +35,9 @@ def scarcity(residual: Usage, expected_arrivals: float, scale: float) -> Usage:
     that no column can lift its price above zero.
     """
     share = 1.0 / max(1.0, expected_arrivals)
-    kv = np.where(np.isfinite(residual.kv), residual.kv * (scale * share), NEVER_SCARCE)
+    kv = np.full_like(residual.kv, NEVER_SCARCE)
+    # inf x 0 would be no number where no capacity is known at all.
+    np.multiply(residual.kv, scale * share, out=kv, where=np.isfinite(residual.kv))
     return Usage(batch=np.maximum(residual.batch, 0.0) * share, kv=np.maximum(kv, 0.0))
 
 
