@@ -36,7 +36,7 @@ class DemoOptions:
         time_scale: above 1 the workers run faster than real time.
         trace: where prompt and answer lengths come from.
         load: offered decode work over batch capacity; near 1 is the cluster's limit.
-        duration_s: how long requests arrive, per policy.
+        duration_s: about how long requests arrive, per policy; stretched to offer the load.
         drain_s: how long answers are waited for after that.
         prediction: how well the router is told decode lengths (noisy: 0.8 to 1.2 times).
         ttft_bound_s: bound on time to first token that is reported on.
@@ -50,7 +50,7 @@ class DemoOptions:
         PolicyName.ONLINE_LP,
     )
     workers: int = 4
-    batch_limit: int = 16
+    batch_limit: int = 8
     profile: str = "llama-3-8b-a100"
     time_scale: float = 1.0
     trace: str = "lmsys-like"

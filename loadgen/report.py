@@ -34,6 +34,7 @@ PICTURE_FILE = "comparison.png"
 PAGE_FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 LATENESS_WARN_S = 0.05
+UNIT_WORDS = (("_per_s", " per second"), ("_s", ", seconds"))
 DEFAULT_ASKED = "How do the policies compare under the same requests, sent at the same times?"
 CAVEATS = (
     "One run with one seed. Runs differ; bidgate-load experiments gives spreads.",
@@ -88,7 +89,7 @@ def render_page(summary: Mapping[str, JsonValue], picture_base64: str) -> str:
         policies=policy_names(summary),
         rows=comparison_rows(summary),
         bound=f"{value_at(summary.get('ttft_bound_s'), ()) or 0.0:g} s",
-        setting=[(name.replace("_", " "), _text(value)) for name, value in shown.items()],
+        setting=[(_label(name), _text(value)) for name, value in shown.items()],
         command=str(summary.get("command") or "(not recorded)"),
         caveats=[*caveats, *CAVEATS],
     )
@@ -135,7 +136,21 @@ def warnings(summary: Mapping[str, JsonValue]) -> list[str]:
     return found
 
 
+def _label(name: str) -> str:
+    """Write a key as words: its unit, when it ends in one, goes behind a comma."""
+    for suffix, unit in UNIT_WORDS:
+        if name.endswith(suffix):
+            return f"{name.removesuffix(suffix)}{unit}".replace("_", " ")
+    return name.replace("_", " ")
+
+
 def _text(value: JsonValue) -> str:
-    if isinstance(value, list):
-        return ", ".join(_text(item) for item in value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    match value:
+        case list():
+            return ", ".join(_text(item) for item in value)
+        case dict():
+            return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
+        case float():
+            return f"{value:.4g}"
+        case _:
+            return str(value)
