@@ -1,17 +1,19 @@
 """3 controller, the paper's policy: Algorithm 1 with prices by Algorithm 2, to the letter.
 
-Periods are counted on one absolute axis, as in the paper; slots may be grouped into buckets. The
-look-ahead rolls, or ends at a fixed T. Read forward.py for what the shipped variant does instead.
+Periods are counted on one absolute axis, as in the paper; slots may be grouped into buckets. With a
+fixed T every vector lives on all T slots, those that have passed included, as in the paper.
+Differs: a rolling look-ahead has no room for slots that have passed; a recorded column is priced on
+what it still covers. Read forward.py for what the shipped variant does instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from service.control.assign import Candidates, admit
-from service.control.columns import FloatArray, Horizon, PrefixPrices, Usage
+from service.control.columns import Columns, FloatArray, Horizon, PrefixPrices, Usage, total_usage
 from service.control.config import ControlConfig
 from service.control.prices import History, PriceProblem, PriceSolution
 from service.control.reward import StartTimes, largest_reward, start_reward
@@ -41,6 +43,28 @@ def scarcity(residual: Usage, expected_arrivals: float, scale: float) -> Usage:
     return Usage(batch=np.maximum(residual.batch, 0.0) * share, kv=np.maximum(kv, 0.0))
 
 
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """Where a decision stands on the absolute axis of iterations.
+
+    Attributes:
+        period: k, counted from 0. origin: left edge of its bucket.
+        ahead: the slots from `origin` on, which can still be used.
+        first: left edge of the slots that have prices. priced: those slots.
+    """
+
+    period: int
+    origin: int
+    ahead: Horizon
+    first: int
+    priced: Horizon
+
+    @property
+    def passed(self) -> int:
+        """Buckets that have a price and have passed."""
+        return min((self.origin - self.first) // self.priced.bucket_iterations, self.priced.buckets)
+
+
 class PublishedLp:
     """Action-history-dependent bid-price control ([OLP] Algorithm 1)."""
 
@@ -52,65 +76,53 @@ class PublishedLp:
         self._period = -1
         self._worker_ids: tuple[str, ...] = ()
         self._solution: PriceSolution | None = None
+        self._left_over: Usage | None = None
         self._refreshes = 0
 
     def decide(self, view: View) -> list[Pair]:
         """One period: price update (when inline), margins, record, greedy admission."""
         self._follow_fleet(view)
-        origin, offset, period = self._clock(view)
-        horizon = self._horizon(view, origin)
-        view = replace(view, horizon=horizon)
-        if self._config.prices.inline and period != self._period:
+        moment = self._moment(view)
+        view = replace(view, horizon=moment.ahead)
+        if self._config.prices.inline and moment.period != self._period:
             problem = self.price_problem(view)
             if problem is not None:
                 self.adopt(problem.solve())
-        self._period = period
-        prices = self._prices(view, origin)
-        columns = view.columns(start=float(offset))
-        rewards = self._rewards(view, period)
-        scale = kv_scale(view.fleet.kv_capacity_tokens)
-        per_token = Usage(batch=prices.batch, kv=prices.kv * scale)
-        cost = PrefixPrices.of(per_token, horizon).cost_on_every_worker(columns)
-        margin = np.where(view.waiting.allowed(), rewards[:, None] - cost, -np.inf)
-        best = int(np.argmax(margin)) if margin.size else -1
-        if best >= 0 and margin.flat[best] > -np.inf:
-            row, worker = divmod(best, len(view.fleet))
-            chosen = columns.on_worker(np.full(len(view.waiting), worker, dtype=np.int64))
-            self._history.record(chosen, origin + offset, row, float(rewards[row]))
-        workers = view.open_workers(engine_queue_empty=False)
-        if not workers.size:
-            return []
-        residual = working_residual(view, workers, float(offset))
-        candidates = Candidates(columns, margin[:, workers], view.waiting.order)
-        return [(row, int(workers[place])) for row, place in admit(candidates, residual)]
+        self._period = moment.period
+        rewards = self._rewards(view, moment)
+        margin = rewards[:, None] - self._cost(view, moment)
+        margin = np.where(view.waiting.allowed(), margin, -np.inf)
+        self._record(view, moment, margin, rewards)
+        columns = view.columns(start=float(moment.period - moment.origin))
+        pairs = self._admit(view, moment, columns, margin)
+        if self._config.fixed_horizon:
+            self._keep_left_over(view, moment, columns, pairs)
+        return pairs
 
     def price_problem(self, view: View) -> PriceProblem | None:
         """Snapshot f_k(p): what Algorithm 2 solves next."""
         if self._config.prices.zero or not len(view.fleet):
             return None
         self._follow_fleet(view)
-        origin, offset, _ = self._clock(view)
-        horizon = self._horizon(view, origin)
-        view = replace(view, horizon=horizon)
-        capacity, used = view.capacity(), view.occupancy(horizon, float(offset), None)
-        residual = Usage(batch=capacity.batch - used.batch, kv=capacity.kv - used.kv)
-        columns, rewards = self._history.columns(origin)
+        moment = self._moment(view)
+        view = replace(view, horizon=moment.ahead)
+        columns, rewards = self._history.columns(moment.first)
         scale = kv_scale(view.fleet.kv_capacity_tokens)
         self._refreshes += 1
         settings = self._config.prices
         return PriceProblem(
-            horizon=horizon,
-            scarcity=scarcity(residual, self.expected_arrivals(view), scale),
+            horizon=moment.priced,
+            scarcity=scarcity(self._residual(view, moment), self.expected_arrivals(view), scale),
             columns=columns,
             rewards=rewards,
-            warm=self._prices(view, origin),
+            warm=self._prices(view, moment),
             any_worker=False,
             steps=settings.steps,
             batch=settings.batch,
             step_size=settings.step_size,
             averaged=settings.averaged,
             seed=self._config.seed + self._refreshes,
-            origin=origin,
+            origin=moment.first,
             worker_ids=view.fleet.worker_ids,
             normalizer=self._normalizer(view),
             kv_scale=scale,
@@ -139,8 +151,8 @@ class PublishedLp:
             self._history.forget_before(0)
             self._worker_ids = view.fleet.worker_ids
 
-    def _clock(self, view: View) -> tuple[int, int, int]:
-        """(left edge of the look-ahead, offset of now in it, period k), absolute iterations."""
+    def _moment(self, view: View) -> _Moment:
+        """Count the iterations that passed since the last call, at the fleet's mean pace."""
         if self._clocked_s is not None:
             pace_s = float(view.fleet.iteration_s.mean())
             self._iterations += max(0.0, view.now_s - self._clocked_s) / pace_s
@@ -148,22 +160,79 @@ class PublishedLp:
         period = int(self._iterations + 1e-9)
         q = self._config.bucket_iterations
         origin = period - period % q
-        return origin, period - origin, period
+        whole = Horizon(max(1, self._config.horizon_iterations // q), q)
+        if not self._config.fixed_horizon:
+            return _Moment(period, origin, whole, origin, whole)
+        return _Moment(period, origin, Horizon(max(1, whole.buckets - origin // q), q), 0, whole)
 
-    def _horizon(self, view: View, origin: int) -> Horizon:
-        q = self._config.bucket_iterations
-        buckets = max(1, self._config.horizon_iterations // q)
-        if self._config.fixed_horizon:
-            buckets = max(1, buckets - origin // q)
-        return Horizon(buckets, q)
+    def _cost(self, view: View, moment: _Moment) -> FloatArray:
+        """(n, g) a^T p of starting each waiting request now."""
+        prices, scale = self._prices(view, moment), kv_scale(view.fleet.kv_capacity_tokens)
+        per_token = Usage(batch=prices.batch, kv=prices.kv * scale)
+        columns = view.columns(start=float(moment.period - moment.first))
+        return PrefixPrices.of(per_token, moment.priced).cost_on_every_worker(columns)
 
-    def _left(self, view: View, period: int) -> float:
+    def _record(self, view: View, moment: _Moment, margin: FloatArray, rewards: FloatArray) -> None:
+        """Add the candidate with the largest margin to Hist; ties as in admission.
+
+        Source: [OLP] Algorithm 1, line 9, and B.4.
+        """
+        best = margin.max(initial=-np.inf)
+        if best == -np.inf:
+            return
+        rows, workers = np.nonzero(margin == best)
+        first = np.lexsort((workers, view.waiting.order[rows]))[0]
+        row, worker = int(rows[first]), int(workers[first])
+        columns = view.columns().on_worker(np.full(len(view.waiting), worker, dtype=np.int64))
+        self._history.record(columns, moment.period, row, float(rewards[row]))
+
+    def _admit(
+        self, view: View, moment: _Moment, columns: Columns, margin: FloatArray
+    ) -> list[Pair]:
+        """Lines 10-16 of Algorithm 1, on the workers where something can start."""
+        workers = view.open_workers()
+        if not workers.size:
+            return []
+        residual = working_residual(view, workers, float(moment.period - moment.origin))
+        candidates = Candidates(columns, margin[:, workers], view.waiting.order)
+        return [(row, int(workers[place])) for row, place in admit(candidates, residual)]
+
+    def _residual(self, view: View, moment: _Moment) -> Usage:
+        """(g, N) b^(k-1) on the priced slots; of those that have passed, what was left of them."""
+        capacity = view.capacity()
+        used = view.occupancy(moment.ahead, float(moment.period - moment.origin), None)
+        ahead = Usage(batch=capacity.batch - used.batch, kv=capacity.kv - used.kv)
+        if not moment.passed:
+            return ahead
+        kept = self._left_over
+        if kept is None or len(kept.batch) != len(view.fleet):
+            kept = replace(view, horizon=moment.priced).capacity()
+
+        def joined(past: FloatArray, future: FloatArray) -> FloatArray:
+            return np.hstack([past[:, : moment.passed], future])[:, : moment.priced.buckets]
+
+        return Usage(batch=joined(kept.batch, ahead.batch), kv=joined(kept.kv, ahead.kv))
+
+    def _keep_left_over(
+        self, view: View, moment: _Moment, columns: Columns, pairs: list[Pair]
+    ) -> None:
+        """Remember b^(k): a slot that has passed keeps its scarcity in every later d_k."""
+        before = self._residual(view, moment)
+        rows, workers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        started = columns.take(rows).on_worker(workers)
+        use = total_usage(started, moment.ahead, len(view.fleet))
+        left = [before.batch.copy(), before.kv.copy()]
+        for after, held in zip(left, (use.batch, use.kv), strict=True):
+            after[:, moment.passed :] -= held[:, : after.shape[1] - moment.passed]
+        self._left_over = Usage(batch=left[0], kv=left[1])
+
+    def _left(self, moment: _Moment) -> float:
         """T - k + 1: iterations left, this one included."""
         if self._config.fixed_horizon:
-            return float(max(0, self._config.horizon_iterations - period))
+            return float(max(0, self._config.horizon_iterations - moment.period))
         return float(self._config.horizon_iterations)
 
-    def _rewards(self, view: View, period: int) -> FloatArray:
+    def _rewards(self, view: View, moment: _Moment) -> FloatArray:
         """(n,) r^norm = min(r / normalizer, 1) ([OLP] B.2)."""
         pace_s = float(view.fleet.iteration_s.mean())
         weights = self._config.weights
@@ -172,7 +241,7 @@ class PublishedLp:
         times = StartTimes(
             waited=np.floor((view.now_s - view.waiting.arrival_s) / pace_s + 1e-9),
             decode_tokens=view.waiting.decode_tokens,
-            left=self._left(view, period),
+            left=self._left(moment),
             e2e_bound=weights.e2e_bound_s / pace_s,
             ttft_bound=bound_s / pace_s,
         )
@@ -183,13 +252,13 @@ class PublishedLp:
         chosen = self._config.prices.reward_normalizer
         return chosen or largest_reward(self._config.weights, self._config.horizon_iterations)
 
-    def _prices(self, view: View, origin: int) -> Usage:
-        """The current prices on the look-ahead that begins at `origin`; new slots are free."""
-        workers, buckets = len(view.fleet), view.horizon.buckets
+    def _prices(self, view: View, moment: _Moment) -> Usage:
+        """The current prices on the priced slots; new ones are free."""
+        workers, buckets = len(view.fleet), moment.priced.buckets
         solution = self._solution
         if solution is None or solution.worker_ids != view.fleet.worker_ids:
-            return Usage.zeros(workers, view.horizon)
-        passed = (origin - solution.origin) // self._config.bucket_iterations
+            return Usage.zeros(workers, moment.priced)
+        passed = (moment.first - solution.origin) // self._config.bucket_iterations
 
         def rolled(values: FloatArray) -> FloatArray:
             kept = values[:, passed : passed + buckets]

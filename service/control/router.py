@@ -101,7 +101,8 @@ class Router:
             detail = f"no worker could start the request within {waited_s:.1f} s"
             commands.append(self._refuse(request_id, Refusal.WAITED_TOO_LONG, detail))
         commands += self._refuse_unreachable(now_s)
-        if len(self._waiting) and self._fleet.up().any():
+        # Prices that move inside the decision move in every period, whoever waits.
+        if (len(self._waiting) or self._config.prices.inline) and self._fleet.up().any():
             commands += self._start(self._decide(now_s), now_s)
         return commands
 
