@@ -1,0 +1,114 @@
+"""`bidgate serve` as a process: one line when the port is taken, an end in order on a signal."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+SERVE = (sys.executable, "-m", "service", "serve", "--mock", "1", "--log-format", "json")
+SLOW = {"model": "mock", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+ENDLESS = SLOW | {"max_tokens": 20_000}
+
+
+@dataclass
+class Process:
+    """A running router: its process, its address, and the log so far."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: list[dict[str, object]]
+
+    def line(self, event: str) -> dict[str, object]:
+        """Read the log up to an event."""
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            self.log.append(json.loads(text))
+            if self.log[-1]["event"] == event:
+                return self.log[-1]
+        raise AssertionError(f"the log ended without {event}: {self.log}")
+
+
+@contextmanager
+def running(*flags: str) -> Iterator[Process]:
+    """A router with one embedded mock worker that is up."""
+    process = subprocess.Popen([*SERVE, "--port", "0", *flags], stdout=subprocess.PIPE, text=True)
+    try:
+        router = Process(process, "", [])
+        router.url = str(router.line("listening")["url"])
+        router.line("worker_up")
+        yield router
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_the_first_signal_lets_requests_finish_and_the_exit_status_is_0() -> None:
+    with running() as router, httpx.Client(trust_env=False, timeout=20) as client:
+        with client.stream("POST", f"{router.url}/v1/completions", json=SLOW) as response:
+            parts = response.iter_raw()
+            next(parts)
+            router.process.send_signal(signal.SIGTERM)
+            router.line("draining")
+            ready = httpx.get(f"{router.url}/ready", trust_env=False)
+            assert (ready.status_code, ready.json()["why"]) == (503, "draining")
+            late = httpx.post(f"{router.url}/v1/completions", json=SLOW, trust_env=False)
+            assert late.status_code == 503
+            assert late.headers["retry-after"]
+            assert b"".join(parts).endswith(b"data: [DONE]\n\n")
+        assert router.line("stopping")["held"] == 0
+        assert router.process.wait(timeout=10) == 0
+
+
+def test_the_second_signal_ends_it_at_once() -> None:
+    with running() as router, httpx.Client(trust_env=False, timeout=20) as client:
+        with client.stream("POST", f"{router.url}/v1/completions", json=ENDLESS) as response:
+            parts = response.iter_raw()
+            next(parts)
+            router.process.send_signal(signal.SIGINT)
+            router.line("draining")
+            router.process.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.TransportError):
+                for _ in parts:
+                    pass
+        assert router.process.wait(timeout=10) is not None
+
+
+def test_the_drain_has_an_end() -> None:
+    with (
+        running("--drain-s", "0.5") as router,
+        httpx.Client(trust_env=False, timeout=20) as client,
+        client.stream("POST", f"{router.url}/v1/completions", json=ENDLESS) as response,
+    ):
+        parts = response.iter_raw()
+        next(parts)
+        router.process.send_signal(signal.SIGTERM)
+        assert router.line("stopping")["held"] == 1
+        assert router.process.wait(timeout=10) == 0
+        with pytest.raises(httpx.TransportError):
+            for _ in parts:
+                pass
+
+
+def test_a_taken_port_is_one_line_and_a_status() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = subprocess.run(
+            [*SERVE, "--port", str(port)], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr == f"bidgate: cannot listen on 127.0.0.1:{port}: the port is taken\n"
