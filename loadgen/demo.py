@@ -218,6 +218,6 @@ def title(spec: DemoSpec) -> str:
     """Name the run in one line."""
     cluster = spec.cluster
     return (
-        f"{cluster.workers} mock workers x batch {cluster.batch_limit} ({cluster.profile}), "
+        f"{cluster.workers} mock workers x batch {cluster.batch_limit}, "
         f"{spec.trace.name} lengths, load {spec.load:g}"
     )
