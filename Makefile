@@ -26,7 +26,7 @@ test: setup ## the test suite
 # Or, on workers that run already: make test-vllm BIDGATE_VLLM_URLS="http://a:8000 http://b:8000"
 test-vllm: setup ## the tests against real vLLM on the CPU (installs it: 2.5 GB, 4 GiB of memory)
 	@[ -n "$$BIDGATE_VLLM_URLS" ] || { scripts/vllm-env "$(PYTHON)" && $(BIN)/python -m tests.vllm.workers --check; }
-	@$(BIN)/pytest -m vllm --timeout 300 tests/vllm
+	@$(BIN)/pytest -m vllm tests/vllm
 
 lint: setup ## format, lint, types, layers
 	@scripts/lint

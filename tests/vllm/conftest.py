@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 # Small, so that eight long requests do not fit: 100 blocks of 32 tokens.
 KV_BLOCKS = 100
+# The first test waits for the workers to start, which takes minutes on a busy machine.
+TEST_MAX_S = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(TEST_MAX_S), append=False)
 
 
 def served_model(url: str) -> str:
