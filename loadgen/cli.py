@@ -55,10 +55,9 @@ def report(directory: Path, /) -> None:
     directory
         Where outcomes.jsonl is; summary.json there, if any, gives command and setting.
     """
-    from loadgen.comparison import comparison_table
-    from loadgen.report import rebuild
+    from loadgen.report import rebuild, tell
 
-    Console().print(comparison_table(rebuild(directory), str(directory)))
+    tell(rebuild(directory), "", directory, Console())
 
 
 def main() -> None:

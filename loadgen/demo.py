@@ -15,7 +15,7 @@ from loadgen.cpu import CpuMeter, processors
 from loadgen.live import run_with_progress
 from loadgen.outcomes import OUTCOMES_FILE, OutcomeRecord, write_outcomes
 from loadgen.replay import Replay, ReplaySettings
-from loadgen.report import write_report
+from loadgen.report import CPU_KEY, write_report
 from loadgen.summary import RunContext
 from loadgen.trace_record import TraceRequest
 from loadgen.traces import Trace
@@ -209,7 +209,7 @@ def demo_setting(
         "prediction_of_decode_length": spec.prediction.value,
         "seed": spec.seed,
         "processors": processors(),
-        "share_of_processors_used": {name: run.cpu_share for name, run in runs.items()},
+        CPU_KEY: {name: run.cpu_share for name, run in runs.items()},
         "caveats": list(CAVEATS),
     }
 

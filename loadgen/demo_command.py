@@ -10,11 +10,8 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from loadgen.cluster import ClusterSpec
-from loadgen.comparison import comparison_table
 from loadgen.live import command_line, progress_bar, run
-from loadgen.outcomes import OUTCOMES_FILE
-from loadgen.report import PAGE_FILE, PICTURE_FILE
-from loadgen.summary import SUMMARY_FILE
+from loadgen.report import tell
 from loadgen.traces import open_trace
 from loadgen.workload import Prediction
 from service.control.config import PolicyName
@@ -98,6 +95,5 @@ def demo(*, out: Path = DEFAULT_OUT, options: DemoOptions | None = None) -> int:
     with progress_bar(console) as progress:
         runs = run(run_policies(spec, requests, progress))
     summary = report_demo(spec, requests, runs, command_line(), out)
-    console.print(comparison_table(summary, title(spec)))
-    console.print(f"\nIn {out}: {SUMMARY_FILE} {OUTCOMES_FILE} {PICTURE_FILE} {PAGE_FILE}")
+    tell(summary, title(spec), out, console)
     return 0 if all(policy.sent == len(policy.records) for policy in runs.values()) else 1

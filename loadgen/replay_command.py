@@ -10,13 +10,12 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from loadgen.arrivals import load_to_rate, parse_arrivals
-from loadgen.comparison import comparison_table
 from loadgen.live import command_line, progress_bar, run, run_with_progress
 from loadgen.outcomes import OUTCOMES_FILE, OutcomeRecord, write_outcomes
 from loadgen.prompts import PromptForm
 from loadgen.replay import Replay, ReplaySettings
-from loadgen.report import PAGE_FILE, PICTURE_FILE, write_report
-from loadgen.summary import SUMMARY_FILE, RunContext
+from loadgen.report import tell, write_report
+from loadgen.summary import RunContext
 from loadgen.traces import Trace, open_trace
 from loadgen.workload import Prediction, WorkloadSpec, build_workload, mean_decode_tokens
 
@@ -164,8 +163,7 @@ def replay(
         except KeyboardInterrupt:
             interrupted = True
     summary = _report(sender.records, sender.sent, (workload, send, requests), out)
-    console.print(comparison_table(summary, f"{len(requests)} requests to {send.url}"))
-    console.print(f"\nIn {out}: {SUMMARY_FILE} {OUTCOMES_FILE} {PICTURE_FILE} {PAGE_FILE}")
+    tell(summary, f"{len(requests)} requests to {send.url}", out, console)
     if interrupted:
         return INTERRUPTED
     return 0 if sender.sent == len(sender.records) else 1

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from loadgen.comparison import comparison_rows, policy_names, seconds_text, value_at
+from loadgen.comparison import (
+    comparison_rows,
+    comparison_table,
+    policy_names,
+    seconds_text,
+    value_at,
+)
 from loadgen.figures import draw_comparison
 from loadgen.outcomes import OUTCOMES_FILE, read_outcomes
 from loadgen.summary import (
@@ -27,6 +33,8 @@ from loadgen.summary import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rich.console import Console
+
     from loadgen.outcomes import OutcomeRecord
     from loadgen.summary import JsonValue
 
@@ -34,6 +42,8 @@ PICTURE_FILE = "comparison.png"
 PAGE_FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 LATENESS_WARN_S = 0.05
+CPU_WARN_SHARE = 0.85
+CPU_KEY = "share_of_processors_used"
 UNIT_WORDS = (("_per_s", " per second"), ("_s", ", seconds"))
 DEFAULT_ASKED = "How do the policies compare under the same requests, sent at the same times?"
 CAVEATS = (
@@ -68,6 +78,14 @@ def rebuild(out_dir: Path) -> dict[str, JsonValue]:
     summary = out_dir / SUMMARY_FILE
     context = read_context(summary) if summary.is_file() else RunContext()
     return write_report(list(read_outcomes(outcomes)), context, out_dir)
+
+
+def tell(summary: Mapping[str, JsonValue], title: str, out_dir: Path, console: Console) -> None:
+    """Print the comparison, what to doubt, and where the files are."""
+    console.print(comparison_table(summary, title))
+    for warning in warnings(summary):
+        console.print(f"[yellow]{warning}[/yellow]")
+    console.print(f"\nIn {out_dir}: {SUMMARY_FILE} {OUTCOMES_FILE} {PICTURE_FILE} {PAGE_FILE}")
 
 
 def render_page(summary: Mapping[str, JsonValue], picture_base64: str) -> str:
@@ -119,20 +137,33 @@ def findings(summary: Mapping[str, JsonValue]) -> list[str]:
 
 def warnings(summary: Mapping[str, JsonValue]) -> list[str]:
     """Say what should make a reader doubt the run."""
-    policies = summary.get("policies")
+    policies, setting = summary.get("policies"), summary.get("setting")
     found = []
     for name, policy in (policies if isinstance(policies, dict) else {}).items():
-        if isinstance(policy, dict) and policy.get("accounted") is not True:
-            found.append(f"{name}: not every request that was sent is accounted for.")
-        late_s = value_at(policy, ("send_lateness_s", "p99"))
-        if late_s is not None and late_s > LATENESS_WARN_S:
-            found.append(
-                f"{name}: the client sent late (p99 {seconds_text(late_s)}): it was short of CPU, "
-                "and times are too high."
-            )
-        wrong = value_at(policy, ("answers_of_wrong_length",)) or 0.0
-        if wrong > 0:
-            found.append(f"{name}: {wrong:.0f} answers had another length than asked for.")
+        found += [f"{name}: {doubt}" for doubt in _doubts(policy)]
+    shares = setting.get(CPU_KEY) if isinstance(setting, dict) else None
+    for name, share in (shares if isinstance(shares, dict) else {}).items():
+        if isinstance(share, float) and share > CPU_WARN_SHARE:
+            found.append(f"{name}: {share:.0%} of all processors were in use; times are too high.")
+    return found
+
+
+def _doubts(policy: JsonValue) -> list[str]:
+    found = []
+    if isinstance(policy, dict) and policy.get("accounted") is not True:
+        found.append("not every request that was sent is accounted for.")
+    failed = value_at(policy, ("failed",)) or 0.0
+    if failed > 0:
+        found.append(f"{failed:.0f} requests failed; summary.json has the reasons.")
+    late_s = value_at(policy, ("send_lateness_s", "p99"))
+    if late_s is not None and late_s > LATENESS_WARN_S:
+        found.append(
+            f"the client sent late (p99 {seconds_text(late_s)}): this machine was short of CPU, "
+            "and times are too high."
+        )
+    wrong = value_at(policy, ("answers_of_wrong_length",)) or 0.0
+    if wrong > 0:
+        found.append(f"{wrong:.0f} answers had another length than asked for.")
     return found
 
 

@@ -142,3 +142,16 @@ def test_durations_are_written_with_their_unit() -> None:
         "1.23 s",
         "250 s",
     ]
+
+
+def test_what_should_make_a_reader_doubt_is_said() -> None:
+    late = [record("p", index, sent_s=index + 0.2, output_tokens=9) for index in range(3)]
+    died = [record("p", 3, outcome=End.FAILED, ttft_s=None, detail="died")]
+    context = RunContext(setting={"share_of_processors_used": {"p": 0.95, "q": 0.2}})
+    said = warnings(summarize([*late, *died], context))
+    assert any("sent late" in sentence for sentence in said)
+    assert any("1 requests failed" in sentence for sentence in said)
+    assert any("another length" in sentence for sentence in said)
+    assert any("95%" in sentence for sentence in said)
+    clean = summarize([record("p", index) for index in range(3)], RunContext())
+    assert warnings(clean) == []
