@@ -260,9 +260,22 @@ class NaiveAlgorithm1:
             for slot in slots
         }
 
-    def period(self, k: int, waiting: list[NaiveRequest]) -> list[tuple[str, int]]:
-        """One pass of the loop of Algorithm 1; `waiting` in order of arrival."""
+    def period(
+        self,
+        k: int,
+        waiting: list[NaiveRequest],
+        running: list[tuple[NaiveRequest, int, int]],
+    ) -> list[tuple[str, int]]:
+        """One pass of the loop of Algorithm 1.
+
+        Args:
+            k: the period.
+            waiting: J_k(wait), in order of arrival.
+            running: started requests, their workers and the steps they are known to have done;
+                with exact forecasts what they hold is what b has lost already.
+        """
         future = range(k, k + self.left(k))
+        self._see(k, running)
         priced = range(self.slots) if self.fixed else future
         workers = range(len(self.batch_limits))
         mem_scale = 1.0 / max(self.kv_limits)
@@ -298,6 +311,13 @@ class NaiveAlgorithm1:
         """r^norm of [OLP] B.2."""
         r = reward(self.weights, self.left(k), request.length, k - request.arrival)
         return min(request.value * r / self.normalizer, 1.0)
+
+    def _see(self, k: int, running: list[tuple[NaiveRequest, int, int]]) -> None:
+        """Work b out anew from period k on; what is past stays as it was."""
+        self.b = {(g, slot): use for (g, slot), use in self.b.items() if slot < k}
+        for request, worker, steps_done in running:
+            uses = column(self.mixed, request, k - steps_done)
+            self._book({slot: use for slot, use in uses.items() if slot >= k}, worker)
 
     def _book(self, uses: Column, worker: int) -> None:
         last = self.slots if self.fixed else max(uses, default=-1) + 1
