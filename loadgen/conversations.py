@@ -9,10 +9,10 @@ arrival.
 
 from __future__ import annotations
 
-import gzip
 import math
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
+from loadgen.trace_csv import open_bytes
 from loadgen.trace_errors import TraceError
 from loadgen.trace_json import json_lines
 from loadgen.trace_record import TraceRequest
@@ -20,6 +20,8 @@ from loadgen.trace_record import TraceRequest
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pyarrow.parquet import ParquetFile
 
 PROMPT_TOKENS_PER_WORD = 1.36
 ANSWER_TOKENS_PER_WORD = 1.5
@@ -35,21 +37,30 @@ def read_lmsys_parquet(path: Path) -> Iterator[TraceRequest]:
 
     Only the columns model and conversation are read, a bounded batch of rows at a time.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     shards = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not shards:
         raise TraceError(f"{path}: the directory holds no .parquet file")
     for shard in shards:
-        row = 0
-        with pq.ParquetFile(shard) as file:
-            if "conversation" not in file.schema_arrow.names:
-                raise TraceError(f"{shard}: no column 'conversation'")
-            columns = [name for name in PARQUET_COLUMNS if name in file.schema_arrow.names]
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=columns):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield from _located(record, shard, row, unit="row")
+        try:
+            with pq.ParquetFile(shard) as file:
+                yield from _exchanges(file, shard)
+        except pa.ArrowException as error:
+            detail = str(error).splitlines()[0]
+            raise TraceError(f"{shard}: cannot be read as parquet: {detail}") from error
+
+
+def _exchanges(file: ParquetFile, shard: Path) -> Iterator[TraceRequest]:
+    if "conversation" not in file.schema_arrow.names:
+        raise TraceError(f"{shard}: no column 'conversation'")
+    columns = [name for name in PARQUET_COLUMNS if name in file.schema_arrow.names]
+    row = 0
+    for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=columns):
+        for record in batch.to_pylist():
+            row += 1
+            yield from _located(record, shard, row, unit="row")
 
 
 def read_lmsys_jsonl(path: Path) -> Iterator[TraceRequest]:
@@ -63,7 +74,7 @@ def read_sharegpt(path: Path) -> Iterator[TraceRequest]:
     import ijson
 
     item = 0
-    with _open_bytes(path) as file:
+    with open_bytes(path) as file:
         try:
             for record in ijson.items(file, "item", use_float=True):
                 item += 1
@@ -73,10 +84,6 @@ def read_sharegpt(path: Path) -> Iterator[TraceRequest]:
         except ijson.JSONError as error:
             detail = str(error).splitlines()[0]
             raise TraceError.at(path, item + 1, f"not JSON: {detail}", unit="item") from error
-
-
-def _open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 def _located(

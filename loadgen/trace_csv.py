@@ -11,7 +11,7 @@ import gzip
 import io
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from loadgen.trace_errors import TraceError
 from loadgen.trace_record import TraceRequest
@@ -28,17 +28,23 @@ PLAIN_COLUMNS = ("prompt_tokens",)
 ARRIVAL_COLUMNS = frozenset({"arrival_s", "TIMESTAMP", "Timestamp"})
 
 
+def open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
+    """Open a file for reading, unpacking one whose name ends in .gz."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
 def open_text(path: Path) -> TextIO:
     """Open a text file for reading, unpacking one whose name ends in .gz."""
-    if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path, "rb"), encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
+    return io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="")
 
 
 def csv_header(path: Path) -> list[str]:
     """Return the column names of a CSV file; an empty file is an error."""
     with open_text(path) as lines:
-        header = next(csv.reader(lines), None)
+        try:
+            header = next(csv.reader(lines), None)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise TraceError.at(path, 1, str(error)) from error
     if not header:
         raise TraceError(f"{path}: the file is empty, expected a CSV header")
     return [name.strip() for name in header]

@@ -6,12 +6,13 @@ timestamp in milliseconds. Plain lines carry the field names of TraceRequest.
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import orjson
 
-from loadgen.trace_csv import open_text
+from loadgen.trace_csv import open_bytes
 from loadgen.trace_errors import TraceError
 from loadgen.trace_record import TraceRequest
 
@@ -29,12 +30,12 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     Raises:
         TraceError: for a line that is not one JSON object.
     """
-    with open_text(path) as lines:
+    with open_bytes(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                record = orjson.loads(line)
+                record = orjson.loads(line.removeprefix(codecs.BOM_UTF8))
             except orjson.JSONDecodeError as error:
                 raise TraceError.at(path, number, f"not JSON: {error}") from error
             if not isinstance(record, dict):

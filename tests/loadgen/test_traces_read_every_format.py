@@ -162,6 +162,15 @@ def test_a_malformed_row_is_one_sentence_with_file_and_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "b.jsonl", "c.json", "d.parquet", "e.csv.gz"])
+def test_a_file_of_other_bytes_is_one_sentence_with_its_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    garbage = b"\x00\xff\xfe\x80 no trace\n" * 3
+    path.write_bytes(gzip.compress(garbage) if name.endswith(".gz") else garbage)
+    with pytest.raises(TraceError, match=name):
+        read(path)
+
+
 @pytest.mark.parametrize("spec", ["nowhere.csv", "fixed:3", "fixed:0x4", "parquet:x"])
 def test_a_name_that_is_no_trace_is_refused(spec: str) -> None:
     with pytest.raises(TraceError):
