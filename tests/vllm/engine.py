@@ -70,6 +70,12 @@ class Stream:
         return next((event["error"] for event in self.events if "error" in event), None)
 
     @property
+    def decode_tokens(self) -> int:
+        """Output tokens by the engine's own count, which `include_usage` asks for; else 0."""
+        usages = [event["usage"] for event in self.events if event.get("usage")]
+        return int(usages[-1]["completion_tokens"]) if usages else 0
+
+    @property
     def text(self) -> str:
         """The text of choice 0."""
         return "".join(event["choices"][0]["text"] for event in self.events if event.get("choices"))
@@ -93,7 +99,8 @@ async def stream(
 ) -> Stream:
     """Send a streaming request and read it to its end."""
     seen = Stream()
-    async with http.stream("POST", path, json=body | {"stream": True}) as response:
+    asked = {"stream": True, "stream_options": {"include_usage": True}}
+    async with http.stream("POST", path, json=body | asked) as response:
         seen.status = response.status_code
         async for line in response.aiter_lines():
             seen.add(line)

@@ -59,14 +59,16 @@ async def test_a_completion_has_the_length_asked_for(http: httpx.AsyncClient, fl
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_stream_has_one_event_for_each_token(http: httpx.AsyncClient, fleet: Fleet) -> None:
-    body = completion(fleet.model, prompt_tokens=20, decode_tokens=40)
-    seen = await stream(http, body | {"stream_options": {"include_usage": True}})
+async def test_a_stream_has_an_event_for_each_token_or_for_a_few_together(
+    http: httpx.AsyncClient, fleet: Fleet
+) -> None:
+    seen = await stream(http, completion(fleet.model, prompt_tokens=20, decode_tokens=40))
     assert seen.status == 200
     assert seen.ended_by_done
     assert seen.error is None
-    assert len(seen.arrived_s) == 40
-    assert seen.events[-1]["usage"]["completion_tokens"] == 40
+    assert seen.decode_tokens == 40
+    # Tokens that come while the engine's front end is busy share an event.
+    assert 4 <= len(seen.arrived_s) <= 40
 
 
 async def test_streamed_and_whole_answers_have_the_same_text(
@@ -195,4 +197,4 @@ async def test_more_requests_than_slots_wait_in_the_engine(
     waited = await eventually(full, 10.0, poll_s=0.005)
     streams = await asyncio.gather(*asked)
     assert waited is not None
-    assert all(len(seen.arrived_s) == 240 and seen.error is None for seen in streams)
+    assert all(seen.decode_tokens == 240 and seen.error is None for seen in streams)

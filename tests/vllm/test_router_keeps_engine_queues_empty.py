@@ -63,7 +63,7 @@ async def test_under_twofold_overload_requests_wait_in_bidgate_and_not_in_the_en
     for run in (ours, theirs):
         assert all(seen.error is None and seen.ended_by_done for seen in run.answers)
         lengths = [body["max_tokens"] for body in overload.bodies()]
-        assert [len(seen.arrived_s) for seen in run.answers] == lengths
+        assert [seen.decode_tokens for seen in run.answers] == lengths
         assert run.page("bidgate_requests_ended_total", "completed") == overload.requests
         assert run.page("bidgate_accounting_imbalance") == 0
 

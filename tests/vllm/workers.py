@@ -40,9 +40,6 @@ MODEL_BUILD_MAX_S = 300.0
 POLL_S = 0.2
 LOG_TAIL_LINES = 40
 
-# Random weights like blanks; a grammar that allows any number of them would never come to an end.
-STRUCTURED_OUTPUTS = {"backend": "xgrammar", "disable_any_whitespace": True}
-
 # The engine's own buckets start at 0.3 s, far above a decode iteration; these resolve one.
 LATENCY_BUCKETS_S = (
     *(0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.010, 0.012, 0.016, 0.02, 0.03, 0.04, 0.06, 0.08),
@@ -94,7 +91,6 @@ class WorkerOptions:
             "--shutdown-timeout": self.shutdown_timeout_s,
             "--tool-call-parser": "hermes",
             "--custom-histogram-buckets": json.dumps({"request_latency": LATENCY_BUCKETS_S}),
-            "--structured-outputs-config": json.dumps(STRUCTURED_OUTPUTS),
         }
         switches = (
             "--enforce-eager",
@@ -108,7 +104,7 @@ class WorkerOptions:
         return [vllm, "serve", str(self.model), *pairs, *switches, *self.extra]
 
 
-def _environment() -> dict[str, str]:
+def engine_environment() -> dict[str, str]:
     """The engine's settings: offline, one OpenMP thread, dev mode on (loopback only)."""
     return os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -207,7 +203,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=engine_environment(),
                 start_new_session=True,
             )
 
