@@ -41,7 +41,8 @@ def make_prompt(
     """
     ids = _token_ids(request, index, block_tokens)
     if form is PromptForm.TOKEN_IDS:
-        return [FIRST_TOKEN_ID + int(token) for token in ids]
+        tokens: list[int] = (ids + FIRST_TOKEN_ID).tolist()
+        return tokens
     return " ".join(WORDS[token % len(WORDS)] for token in ids)
 
 
