@@ -31,7 +31,7 @@ class SimulatedRequest:
     Attributes:
         index: its place in the workload; its id at router and workers is this as text.
         dispatched_s: when the router last started it on a worker.
-        started_s: when it first entered a worker's batch.
+        started_s: when it first entered a worker's batch; None if it had ended by then.
         first_token_s: when bidgate saw its first token.
         end_s: when it ended.
         outcome: how it ended.

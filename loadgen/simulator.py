@@ -231,7 +231,7 @@ class _Simulation:
             self._requests[request_id].preemptions += 1
         for request_id in iteration.started:
             request = self._requests[request_id]
-            if request.started_s is None:
+            if request.started_s is None and request.outcome is None:
                 request.started_s = worker.began_s
         if iteration.first_tokens or iteration.finished:
             self._time.later(self._telemetry.network_s, partial(self._see_tokens, iteration))

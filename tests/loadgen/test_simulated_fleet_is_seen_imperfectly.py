@@ -189,6 +189,17 @@ def test_an_impatient_client_leaves_the_queue_or_the_worker_and_its_slot_is_free
     assert result.workers[0].kv_tokens_at_end == 0
 
 
+def test_a_client_that_left_is_not_said_to_start_while_the_abort_travels() -> None:
+    control = ControlConfig(policy=PolicyName.ROUND_ROBIN)
+    telemetry = Telemetry(scrape_interval_s=0.0, network_s=0.004)
+    config = replace(CENTRAL, workers=fleet(1), control=control, telemetry=telemetry)
+    # Its slot is free at 0.104; the abort, sent at 0.102, is there at 0.106.
+    result, _ = play(requests_at(0.0, 0.002), replace(config, patience_s=0.1))
+    assert result.requests[1].outcome is End.CANCELLED
+    assert result.requests[1].started_s is None
+    assert result.workers[0].kv_tokens_at_end == 0
+
+
 def test_a_request_larger_than_its_worker_fails_there() -> None:
     small = SimulatedWorker(worker_id="w0", profile=UNIT, batch_limit=1, kv_capacity_tokens=64)
     control = ControlConfig(policy=PolicyName.ROUND_ROBIN)
