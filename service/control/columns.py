@@ -7,7 +7,7 @@ kernels serves the ledger, the candidates and the recorded history. Nothing here
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -68,12 +68,20 @@ class Columns:
 
     def __post_init__(self) -> None:
         """Check that all arrays have one length."""
-        if len({getattr(self, spec.name).shape for spec in fields(self)}) != 1:
+        size = self.worker.shape
+        others = (self.start, self.steps, self.footprint, self.sequences)
+        if any(values.shape != size for values in others):
             raise ValueError("the arrays of Columns must have one shape")
 
     def take(self, rows: IntArray | BoolArray) -> Columns:
         """The columns of some rows."""
-        return Columns(**{spec.name: getattr(self, spec.name)[rows] for spec in fields(self)})
+        return Columns(
+            worker=self.worker[rows],
+            start=self.start[rows],
+            steps=self.steps[rows],
+            footprint=self.footprint[rows],
+            sequences=self.sequences[rows],
+        )
 
     def on_worker(self, worker: IntArray) -> Columns:
         """The same footprints on other workers."""
@@ -103,6 +111,34 @@ def kv_footprint(kernel: Kernel, prompt_tokens: FloatArray) -> FloatArray:
     return prompt_tokens - 1.0 if kernel is Kernel.MIXED else prompt_tokens
 
 
+def in_whole_blocks(columns: Columns, block_tokens: FloatArray, horizon: Horizon) -> Columns:
+    """Count KV as the engine allocates it, in whole blocks.
+
+    Inside a bucket a column's use is largest at the right edge. Where q is a multiple of the block
+    size, use at every edge is the same number of tokens short of a whole block, so the footprint
+    grows by just that, and a column ends at an edge. Otherwise it grows by one block less a token,
+    which is always enough.
+
+    Args:
+        columns: n columns.
+        block_tokens: (n,) or scalar KV block size of the worker each is (or may be) on.
+        horizon: of the buckets.
+    """
+    q = float(horizon.bucket_iterations)
+    aligned = np.remainder(q, block_tokens) == 0
+    tokens_at_edge = columns.footprint - columns.start
+    spare = np.where(aligned, np.remainder(-tokens_at_edge, block_tokens), block_tokens - 1.0)
+    end = columns.start + columns.steps
+    ends_at_edge = np.where(aligned & (block_tokens > 1), np.ceil(end / q) * q, end)
+    return Columns(
+        worker=columns.worker,
+        start=columns.start,
+        steps=ends_at_edge - columns.start,
+        footprint=columns.footprint + spare,
+        sequences=columns.sequences,
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Span:
     """Which buckets a column touches: first <= bucket < last; and its end inside the last one."""
@@ -113,12 +149,13 @@ class _Span:
 
 
 def _span(columns: Columns, horizon: Horizon) -> _Span:
+    q = horizon.bucket_iterations
     end = columns.start + columns.steps
-    last = np.ceil(np.minimum(end, horizon.iterations) / horizon.bucket_iterations)
-    first = np.floor(np.maximum(columns.start, 0.0) / horizon.bucket_iterations)
-    last_index = np.clip(last, 0, horizon.buckets).astype(np.int64)
-    first_index = np.minimum(first.astype(np.int64), last_index)
-    return _Span(first_index, last_index, np.minimum(end, last * horizon.bucket_iterations))
+    # Truncation towards zero is the floor here, as nothing is negative.
+    last = np.maximum(np.ceil(np.minimum(end, horizon.iterations) / q), 0.0)
+    first = (np.maximum(columns.start, 0.0) / q).astype(np.int64)
+    last_index = last.astype(np.int64)
+    return _Span(np.minimum(first, last_index), last_index, np.minimum(end, last * q))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,7 +179,7 @@ class Usage:
 
 def sum_per_slot(index: IntArray, amount: FloatArray, size: int) -> FloatArray:
     """(size,) sum of amounts by index; float also when there are none (bincount's would be int)."""
-    return np.bincount(index, weights=amount, minlength=size).astype(np.float64)
+    return np.bincount(index, weights=amount, minlength=size).astype(np.float64, copy=False)
 
 
 def total_usage(
@@ -208,7 +245,7 @@ def held_usage(columns: Columns, horizon: Horizon, workers: int) -> Usage:
 
     def held(amount: FloatArray) -> FloatArray:
         ending = sum_per_slot(at, amount, workers * horizon.buckets).reshape(shape)
-        return np.cumsum(ending[:, ::-1], axis=1)[:, ::-1]
+        return ending[:, ::-1].cumsum(axis=1)[:, ::-1]
 
     batch = held(columns.sequences)
     kv = held(columns.sequences * (columns.footprint - columns.start))
@@ -224,35 +261,24 @@ class PrefixPrices:
 
     Attributes:
         horizon: N buckets.
-        batch: (g, N + 1) running sum of batch prices.
-        kv: (g, N + 1) running sum of KV prices.
-        kv_edge: (g, N + 1) running sum of KV price x right edge.
+        sums: (3, g, N + 1) running sums of batch price, KV price, and KV price x right edge.
         kv_price: (g, N) the KV prices themselves.
     """
 
     horizon: Horizon
-    batch: FloatArray
-    kv: FloatArray
-    kv_edge: FloatArray
+    sums: FloatArray
     kv_price: FloatArray
 
     @staticmethod
     def of(prices: Usage, horizon: Horizon) -> PrefixPrices:
         """Sum once; used for every column of a decision."""
-        edges = horizon.right_edges
-
-        def prefix(values: FloatArray) -> FloatArray:
-            return np.concatenate(
-                [np.zeros((values.shape[0], 1)), np.cumsum(values, axis=1)], axis=1
-            )
-
-        return PrefixPrices(
-            horizon,
-            prefix(prices.batch),
-            prefix(prices.kv),
-            prefix(prices.kv * edges),
-            prices.kv,
-        )
+        sums = np.empty((3, prices.batch.shape[0], horizon.buckets + 1))
+        sums[:, :, 0] = 0.0
+        body = sums[:, :, 1:]
+        body[0], body[1] = prices.batch, prices.kv
+        np.multiply(prices.kv, horizon.right_edges, out=body[2])
+        body.cumsum(axis=2, out=body)
+        return PrefixPrices(horizon, sums, prices.kv)
 
     def cost(self, columns: Columns) -> FloatArray:
         """Price n columns, each on its own worker: a^T p.
@@ -264,13 +290,16 @@ class PrefixPrices:
         """
         span = _span(columns, self.horizon)
         g, first, last = columns.worker, span.first, span.last
-        lastm1 = np.maximum(last - 1, 0)
-        level = columns.footprint - columns.start
-        cost = self.batch[g, last] - self.batch[g, first]
-        cost = cost + level * (self.kv[g, last] - self.kv[g, first])
-        cost = cost + self.kv_edge[g, lastm1] - self.kv_edge[g, np.minimum(first, lastm1)]
-        cost = cost + self.kv_price[g, lastm1] * span.end
-        return np.where(last > first, cost * columns.sequences, 0.0)
+        before = np.maximum(last - 1, 0)
+        batch, kv, edge = self.sums
+        cost = batch[g, last] - batch[g, first]
+        cost += (columns.footprint - columns.start) * (kv[g, last] - kv[g, first])
+        cost += edge[g, before]
+        cost -= edge[g, np.minimum(first, before)]
+        cost += self.kv_price[g, before] * span.end
+        cost *= columns.sequences
+        cost[last <= first] = 0.0
+        return cost
 
     def cost_on_every_worker(self, columns: Columns) -> FloatArray:
         """Price n columns on all g workers.
@@ -282,10 +311,19 @@ class PrefixPrices:
         """
         span = _span(columns, self.horizon)
         first, last = span.first, span.last
-        lastm1 = np.maximum(last - 1, 0)
-        level = (columns.footprint - columns.start)[:, None]
-        cost = (self.batch[:, last] - self.batch[:, first]).T
-        cost = cost + level * (self.kv[:, last] - self.kv[:, first]).T
-        cost = cost + (self.kv_edge[:, lastm1] - self.kv_edge[:, np.minimum(first, lastm1)]).T
-        cost = cost + self.kv_price[:, lastm1].T * span.end[:, None]
-        return np.where((last > first)[:, None], cost * columns.sequences[:, None], 0.0)
+        before = np.maximum(last - 1, 0)
+        batch, kv = self.sums[:2].take(last, axis=2)
+        edge = self.sums[2].take(before, axis=1)
+        if first.any():
+            batch_first, kv_first = self.sums[:2].take(first, axis=2)
+            batch -= batch_first
+            kv -= kv_first
+        cost = batch
+        cost += (columns.footprint - columns.start) * kv
+        cost += edge
+        if first.any():
+            cost -= self.sums[2].take(np.minimum(first, before), axis=1)
+        cost += self.kv_price.take(before, axis=1) * span.end
+        cost *= columns.sequences
+        cost[:, last <= first] = 0.0
+        return cost.T

@@ -17,6 +17,7 @@ from service.control.columns import (
     IntArray,
     Usage,
     held_usage,
+    in_whole_blocks,
     kv_footprint,
     service_steps,
     sum_per_slot,
@@ -158,7 +159,8 @@ class Ledger:
         """
         wanted = np.arange(len(fleet)) if workers is None else workers
         known = self._occupancy
-        known.enter(Frame(horizon=horizon, offset=offset, block_tokens=fleet.array("block_tokens")))
+        frame = Frame(horizon=horizon, offset=offset, block_tokens=fleet.array("block_tokens"))
+        known.enter(frame)
         # Requests that do not stream move with the clock, late ones with what was learned.
         known.touch_all(np.flatnonzero(self._blind > 0))
         if self._learned != self._predictor.version:
@@ -166,7 +168,7 @@ class Ledger:
             known.touch_late()
         due = known.stale(wanted)
         if due.size:
-            columns, late = self._columns(fleet, now_s, offset, due)
+            columns, late = self._columns(fleet, now_s, frame, due)
             known.put(due, held_usage(columns, horizon, due.size), late)
         used = known.rows(wanted)
         return Usage(
@@ -175,7 +177,7 @@ class Ledger:
         )
 
     def _columns(
-        self, fleet: FleetState, now_s: float, offset: float, workers: IntArray
+        self, fleet: FleetState, now_s: float, frame: Frame, workers: IntArray
     ) -> tuple[Columns, BoolArray]:
         """Requests started on w workers, as (n,) columns that began in the past.
 
@@ -200,15 +202,15 @@ class Ledger:
             total[late] = produced[late] + left
         total = np.maximum(np.minimum(total, table["limit"][kept]), produced + 1.0)
         done = service_steps(self._kernel, produced)
-        pad = fleet.array("block_tokens")[workers][at] - 1.0
         columns = Columns(
             worker=at,
-            start=offset - np.where(produced > 0, done, 0.0),
+            start=frame.offset - np.where(produced > 0, done, 0.0),
             steps=service_steps(self._kernel, total),
-            footprint=kv_footprint(self._kernel, table["prompt_tokens"][kept] + pad),
+            footprint=kv_footprint(self._kernel, table["prompt_tokens"][kept]),
             sequences=table["sequences"][kept],
         )
-        return columns, np.bincount(at[late], minlength=workers.size) > 0
+        whole = in_whole_blocks(columns, frame.block_tokens[workers][at], frame.horizon)
+        return whole, np.bincount(at[late], minlength=workers.size) > 0
 
     def _produced(self, rows: np.ndarray, fleet: FleetState, now_s: float) -> FloatArray:
         """Tokens so far; a request that does not stream is taken to decode at the worker's pace."""

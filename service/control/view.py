@@ -15,6 +15,7 @@ from service.control.columns import (
     Horizon,
     IntArray,
     Usage,
+    in_whole_blocks,
     kv_footprint,
     service_steps,
 )
@@ -103,15 +104,16 @@ class View:
     def columns(self, start: float = 0.0) -> Columns:
         """(n,) columns of starting each waiting request now (worker left at 0)."""
         n = len(self.waiting)
-        # Workers may differ in block size; the largest is safe on all of them.
-        pad = float(self.fleet.block_tokens.max()) - 1.0 if len(self.fleet) else 0.0
-        return Columns(
+        columns = Columns(
             worker=np.zeros(n, dtype=np.int64),
             start=np.full(n, start),
             steps=service_steps(self.kernel, self.waiting.decode_tokens),
-            footprint=kv_footprint(self.kernel, self.waiting.prompt_tokens + pad),
+            footprint=kv_footprint(self.kernel, self.waiting.prompt_tokens),
             sequences=self.waiting.sequences,
         )
+        # Workers may differ in block size; the largest is safe on all of them.
+        largest = self.fleet.block_tokens.max(initial=1.0)
+        return in_whole_blocks(columns, largest, self.horizon)
 
     def capacity(self, workers: IntArray | None = None) -> Usage:
         """(w, N) B_g and M_g on every bucket, of some workers or of all; read-only."""
