@@ -318,11 +318,10 @@ class PrefixPrices:
             batch_first, kv_first = self.sums[:2].take(first, axis=2)
             batch -= batch_first
             kv -= kv_first
+            edge -= self.sums[2].take(np.minimum(first, before), axis=1)
         cost = batch
         cost += (columns.footprint - columns.start) * kv
         cost += edge
-        if first.any():
-            cost -= self.sums[2].take(np.minimum(first, before), axis=1)
         cost += self.kv_price.take(before, axis=1) * span.end
         cost *= columns.sequences
         cost[:, last <= first] = 0.0
