@@ -134,7 +134,7 @@ def test_it_says_loudly_why_real_vllm_was_not_tested(gate: Gate) -> None:
 
 
 def test_a_skip_of_real_vllm_fails_it_where_it_is_required(gate: Gate) -> None:
-    gate.environment["BIDGATE_CI_VLLM"] = "required"
+    gate.environment["CI_VLLM"] = "required"
     assert gate.run().returncode == 1
 
 
