@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -35,8 +35,8 @@ from service.worker_link import WorkerTransport, make_client
 
 RESTART_S: Final = 1.0
 
-Part = Callable[[], Awaitable[None]]
-"""Something that runs as long as the service does."""
+Run = Callable[[], Awaitable[None]]
+"""Something that goes on as long as the service does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,56 @@ def assemble(settings: Settings) -> Service:
     Raises:
         SettingsError: the workers cannot be used.
     """
+    parts = _build_parts(settings)
+    for worker in settings.worker_configs():
+        parts.follow(worker)
+    parts.telemetry.watch(
+        Sources(
+            queue=parts.queue.stats,
+            fleet=parts.fleet.stats,
+            retries=lambda: dict(parts.forwarder.retries),
+            refresh_failures=lambda: parts.refresher.failures,
+        )
+    )
+    app = FastAPI(
+        title="bidgate",
+        version=version("bidgate"),
+        lifespan=_lifespan(parts, _mock_fleet(settings.mock, parts.follow)),
+    )
+    app.include_router(
+        routes(stats=parts.queue.stats, models=parts.fleet.models, telemetry=parts.telemetry)
+    )
+    answer_unknown_paths(app)
+    app.add_middleware(
+        Edge,
+        queue=parts.queue,
+        forwarder=parts.forwarder,
+        telemetry=parts.telemetry,
+        config=settings.edge,
+        log=parts.log,
+    )
+    return Service(app=app, queue=parts.queue)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    log: FilteringBoundLogger
+    telemetry: Telemetry
+    refresher: ThreadRefresher
+    queue: CentralQueue
+    client: httpx.AsyncClient
+    fleet: Fleet
+    links: _Links
+    forwarder: Forwarder
+
+    def follow(self, worker: WorkerConfig) -> None:
+        """Make a worker known to the forwarder and the fleet."""
+        self.links.add(worker)
+        self.fleet.add(worker)
+
+
+def _build_parts(settings: Settings) -> _Parts:
     log: FilteringBoundLogger = structlog.get_logger("bidgate")
-    links = _Links(settings.forward.keepalive_s)
     telemetry = Telemetry(log, log_requests=settings.edge.log_requests)
     refresher = ThreadRefresher(log)
     queue = CentralQueue(
@@ -75,44 +123,23 @@ def assemble(settings: Settings) -> Service:
         connect_timeout_s=settings.forward.connect_timeout_s,
     )
     fleet = Fleet((), settings.watch, client, queue.publish)
+    links = _Links(settings.forward.keepalive_s)
     forwarder = Forwarder(
         worker=links.workers.__getitem__,
         transports=links.transports,
         config=settings.forward,
         suspect=fleet.saw_failure,
     )
-
-    def follow(worker: WorkerConfig) -> None:
-        links.add(worker)
-        fleet.add(worker)
-
-    for worker in settings.worker_configs():
-        follow(worker)
-    telemetry.watch(
-        Sources(
-            queue=queue.stats,
-            fleet=fleet.stats,
-            retries=lambda: dict(forwarder.retries),
-            refresh_failures=lambda: refresher.failures,
-        )
-    )
-    parts: dict[str, Part] = {"queue": queue.run, "prices": refresher.run, "fleet": fleet.run}
-    app = FastAPI(
-        title="bidgate",
-        version=version("bidgate"),
-        lifespan=_lifespan(parts, (links, client), _mock_fleet(settings.mock, follow), log),
-    )
-    app.include_router(routes(stats=queue.stats, models=fleet.models, telemetry=telemetry))
-    answer_unknown_paths(app)
-    app.add_middleware(
-        Edge,
-        queue=queue,
-        forwarder=forwarder,
-        telemetry=telemetry,
-        config=settings.edge,
+    return _Parts(
         log=log,
+        telemetry=telemetry,
+        refresher=refresher,
+        queue=queue,
+        client=client,
+        fleet=fleet,
+        links=links,
+        forwarder=forwarder,
     )
-    return Service(app=app, queue=queue)
 
 
 class _Links:
@@ -151,21 +178,24 @@ async def _mock_fleet(
 
 
 def _lifespan(
-    parts: Mapping[str, Part],
-    links: Iterable[_Links | httpx.AsyncClient],
-    mocks: AbstractAsyncContextManager[None],
-    log: FilteringBoundLogger,
+    parts: _Parts, mocks: AbstractAsyncContextManager[None]
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    running: dict[str, Run] = {
+        "queue": parts.queue.run,
+        "prices": parts.refresher.run,
+        "fleet": parts.fleet.run,
+    }
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(mocks)
-            for link in links:
-                stack.push_async_callback(link.aclose)
+            stack.push_async_callback(parts.links.aclose)
+            stack.push_async_callback(parts.client.aclose)
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(_keep_running(name, part, log), name=name)
-                    for name, part in parts.items()
+                    group.create_task(_keep_running(name, run, parts.log), name=name)
+                    for name, run in running.items()
                 ]
                 yield
                 for task in tasks:
@@ -174,11 +204,11 @@ def _lifespan(
     return lifespan
 
 
-async def _keep_running(name: str, part: Part, log: FilteringBoundLogger) -> None:
+async def _keep_running(name: str, run: Run, log: FilteringBoundLogger) -> None:
     """Run a part again if it breaks: one broken part must not take the others with it."""
     while True:
         try:
-            await part()
+            await run()
         except Exception:
             log.exception("part_broke", part=name)
         await asyncio.sleep(RESTART_S)

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Message, Receive, Send
 
-from service.central_queue import Placement
 from service.errors import BidgateError, ClientGoneError
 from service.headers import RawHeaders
 from service.interrupt import Interrupt
+from service.placement import Placement
 
 
 class AsgiReply:

@@ -17,7 +17,6 @@ from typing import Final, Protocol
 import aiohttp
 import httpx
 
-from service.central_queue import Placement
 from service.control.events import Outcome
 from service.errors import (
     ClientGoneError,
@@ -28,6 +27,7 @@ from service.errors import (
 )
 from service.headers import RawHeaders, first, to_client
 from service.interrupt import Interrupt, Watchdog
+from service.placement import Placement
 from service.sse import SseMeter, usage_tokens
 from service.worker_config import WorkerConfig
 
@@ -121,6 +121,7 @@ class Forwarder:
         self._transports = transports
         self._config = config
         self._suspect = suspect
+        self._urls: dict[str, httpx.URL] = {}
         timeout_s = httpx.Timeout(None, connect=config.connect_timeout_s)
         self._extensions = {"timeout": timeout_s.as_dict()}
 
@@ -171,6 +172,16 @@ class Forwarder:
             await placement.returned()
         raise AssertionError("unreachable: the last attempt returns or raises")
 
+    def _url(self, base: str, path: str) -> httpx.URL:
+        """Parse a URL once; with a query, which clients choose, every time."""
+        text = base + path
+        url = self._urls.get(text)
+        if url is None:
+            url = httpx.URL(text)
+            if "?" not in path:
+                self._urls[text] = url
+        return url
+
     async def _send(self, call: Call, worker_id: str) -> httpx.Response:
         worker = self._worker(worker_id)
         headers = call.headers
@@ -179,7 +190,7 @@ class Forwarder:
             headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
         request = httpx.Request(
             "POST",
-            worker.url + call.path,
+            self._url(worker.url, call.path),
             headers=headers,
             content=call.body,
             extensions=self._extensions,

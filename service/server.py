@@ -35,6 +35,7 @@ class DrainingServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=config.client_keepalive_s,
                 timeout_graceful_shutdown=LAST_BYTES_S,

@@ -1,0 +1,120 @@
+"""2 central queue, one request's reservation: waits for the router's word, reports what follows."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from service.control.events import (
+    Command,
+    Event,
+    FirstToken,
+    Left,
+    Outcome,
+    Refuse,
+    Request,
+    Start,
+)
+from service.errors import RefusedError
+
+
+class Desk(Protocol):
+    """What a placement needs of the queue that made it.
+
+    Attributes:
+        stopwatch: seconds, for durations.
+    """
+
+    stopwatch: Callable[[], float]
+
+    def new_turn(self) -> asyncio.Future[Command]:
+        """A future for the next command."""
+
+    def publish(self, event: Event) -> None:
+        """Book an event."""
+
+    def note_progress(self, request_id: str, decode_tokens: int) -> None:
+        """Remember tokens per sequence."""
+
+    def take_back(self, request_id: str) -> None:
+        """Let a started request wait again."""
+
+    def retry_after_s(self) -> int:
+        """When a refused client may try again."""
+
+
+class Placement:
+    """One request's reservation, from its arrival until `place` is left.
+
+    Attributes:
+        request: as the router knows it.
+        worker_id: where it was started last.
+        queued_s: time spent waiting for a start so far, seconds.
+        starts: how often it was started; more than one after `returned`.
+        first_token_s: when the first output token was seen, or None.
+        decode_tokens: output tokens of all its sequences seen so far, or None.
+        outcome: how it will end if the block is left without an exception.
+    """
+
+    def __init__(self, desk: Desk, request: Request) -> None:
+        self.request = request
+        self.worker_id = ""
+        self.queued_s = 0.0
+        self.starts = 0
+        self.first_token_s: float | None = None
+        self.decode_tokens: int | None = None
+        self.outcome = Outcome.COMPLETED
+        self.gone = False
+        self._desk = desk
+        self._turn: asyncio.Future[Command] = desk.new_turn()
+
+    def first_token(self) -> None:
+        """Report the first output token."""
+        self.first_token_s = asyncio.get_running_loop().time()
+        self._desk.publish(FirstToken(self.request.request_id))
+
+    def progressed(self, decode_tokens: int) -> None:
+        """Report output tokens seen so far, over all sequences; booked with the next tick."""
+        self.decode_tokens = decode_tokens
+        self._desk.note_progress(self.request.request_id, self._per_sequence(decode_tokens))
+
+    async def returned(self) -> None:
+        """Give the start back, as the worker did not take the request, and wait for another.
+
+        Raises:
+            RefusedError: when the router turns the request away instead.
+        """
+        self._turn = self._desk.new_turn()
+        self._desk.take_back(self.request.request_id)
+        await self.start()
+
+    async def start(self) -> None:
+        """Wait for the router's word; `place` and `returned` call it."""
+        stopwatch = self._desk.stopwatch
+        since_s = stopwatch()
+        try:
+            command = await self._turn
+        finally:
+            self.queued_s += stopwatch() - since_s
+        match command:
+            case Start(worker_id=worker_id):
+                self.worker_id = worker_id
+                self.starts += 1
+            case Refuse(reason=reason, detail=detail):
+                raise RefusedError(reason, detail, retry_after_s=self._desk.retry_after_s())
+
+    def obey(self, command: Command) -> None:
+        """Take the router's word; a task that was cancelled meanwhile does not hear it."""
+        self.gone = isinstance(command, Refuse)
+        if not self._turn.done():
+            self._turn.set_result(command)
+
+    def farewell(self) -> Left:
+        """The one event that ends this request in the router's books."""
+        seen = None if self.decode_tokens is None else self._per_sequence(self.decode_tokens)
+        return Left(self.request.request_id, self.outcome, seen)
+
+    def _per_sequence(self, decode_tokens: int) -> int:
+        return math.ceil(decode_tokens / self.request.sequences)
