@@ -1,0 +1,96 @@
+"""README and docs: commands, links, routes, codes and headers in them exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from loadgen.cli import make_app as make_load_app
+from service import intake
+from service.app import assemble
+from service.control.config import PolicyName
+from service.edge import PROXIED
+from service.errors import REFUSAL_ANSWERS, BidgateError
+from service.settings import Settings
+from tests.deploy.commands import ROOT, parse_command
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+FENCED = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
+
+
+def _commands(*names: str) -> list[list[str]]:
+    """Arguments of every command line in the README's shell blocks and inline code."""
+    lines = [line for block in FENCED.findall(README) for line in block.splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", README)
+    # Python code among them is no command line and may not split as one.
+    called = [line for line in lines if line.startswith(tuple(f"{name} " for name in names))]
+    return [shlex.split(line, comments=True)[1:] for line in called]
+
+
+def _without_placeholders(arguments: list[str]) -> list[str]:
+    places = {"URL": "http://127.0.0.1:8001", "N": "4", "FILE": str(ROOT / "deploy/settings.yaml")}
+    return [places.get(argument, argument) for argument in arguments]
+
+
+@pytest.mark.parametrize("arguments", _commands("bidgate", ".venv/bin/bidgate"), ids=shlex.join)
+def test_a_command_of_the_router_in_the_readme_parses(arguments: list[str]) -> None:
+    parse_command(_without_placeholders(arguments))
+
+
+@pytest.mark.parametrize("arguments", _commands(".venv/bin/bidgate-load"), ids=shlex.join)
+def test_a_command_of_the_load_generator_in_the_readme_parses(arguments: list[str]) -> None:
+    make_load_app().parse_args(arguments, exit_on_error=False, print_error=False)
+
+
+def test_targets_of_make_in_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {arguments[0] for arguments in _commands("make") if arguments}
+    assert {"demo", "test", "setup"} <= named
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_between_files_lead_somewhere(document: Path) -> None:
+    for target in LINK.findall(document.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (document.parent / target).exists(), target
+
+
+def test_the_readme_lists_exactly_the_routes_that_are_served() -> None:
+    app = assemble(Settings(workers=("http://127.0.0.1:9",))).app
+    served = set(app.openapi()["paths"]) | set(PROXIED)
+    table = README.partition("| route |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(?:GET|POST) ([^`]+)`", table)) == served
+
+
+def test_the_readme_lists_exactly_the_error_codes_there_are() -> None:
+    def codes(error: type[BidgateError]) -> set[str | None]:
+        own = {error.answer.code}
+        return own.union(*(codes(below) for below in error.__subclasses__()))
+
+    known = codes(BidgateError) | {answer.code for answer in REFUSAL_ANSWERS.values()}
+    # Nobody is left to read this one.
+    known -= {None, "client_closed_request"}
+    table = README.partition("| status | `code` |")[2].partition("\n\n")[0]
+    column = [row.split("|")[2] for row in table.splitlines() if row.startswith("| ")]
+    assert set(re.findall(r"`([a-z_]+)`", " ".join(column))) == known
+
+
+def test_headers_in_the_readme_are_read() -> None:
+    source = Path(intake.__file__).read_text(encoding="utf-8")
+    table = README.partition("| header | body |")[2].partition("\n\n")[0]
+    headers = set(re.findall(r"`(x-[a-z-]+)`", table))
+    assert headers
+    assert headers == set(re.findall(r'b"(x-[a-z-]+)"', source))
+
+
+def test_the_readme_names_every_policy() -> None:
+    table = README.partition("| policy | rule |")[2].partition("\n\n")[0]
+    column = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
+    assert set(re.findall(r"`([a-z_]+)`", " ".join(column))) == {name.value for name in PolicyName}
