@@ -1,4 +1,4 @@
-"""The command `bidgate-load`: demo, replay, simulate, report, bench.
+"""The command `bidgate-load`: demo, replay, simulate, experiments, report, bench.
 
 Whatever is wrong with the flags or a file is one line on stderr and exit status 2; what cannot be
 started or reached is one line and status 1; Ctrl-C is status 130. Commands load what they need
@@ -19,6 +19,7 @@ from rich.console import Console
 
 from loadgen.bench_commands import every_bench, light_load
 from loadgen.demo_command import demo
+from loadgen.experiments.command import experiments
 from loadgen.processes import ClusterError
 from loadgen.replay_command import replay
 from loadgen.simulate_command import simulate
@@ -39,6 +40,7 @@ def make_app() -> App:
     app.command(demo)
     app.command(replay)
     app.command(simulate)
+    app.command(experiments)
     app.command(report)
     bench = App(name="bench", help="Measure the router itself.")
     bench.command(light_load)

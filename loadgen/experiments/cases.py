@@ -1,0 +1,125 @@
+"""One simulation of an experiment: what is sent, to which fleet, decided by which rule.
+
+A case is a value: equal cases are simulated once, and any process may do it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from loadgen import simulator
+from loadgen.experiments.hindsight_lp import hindsight_bounds
+from loadgen.experiments.loads import (
+    Load,
+    build_requests,
+    kv_iterations,
+    offered_kv_load,
+    offered_load,
+)
+from loadgen.experiments.measures import Measured, measure
+from loadgen.experiments.reserve import PriorityReserve
+from loadgen.experiments.rules import Kind, Rule
+from loadgen.experiments.watchers import PriceWatcher, TickTimer
+from loadgen.simulation_config import Outage, SimulatedWorker, SimulationConfig, Telemetry
+from loadgen.simulator import Hooks
+from loadgen.true_jsq import TrueJsq
+from loadgen.workload import Prediction
+from service.control.router import Router
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from loadgen.router_driver import Controller
+    from loadgen.trace_record import TraceRequest
+
+
+class Probe(StrEnum):
+    """What is recorded beside the sums."""
+
+    NONE = "none"
+    WINDOWS = "windows"
+    PRICES = "prices"
+    TICKS = "ticks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One simulation.
+
+    Attributes:
+        load: what is sent.
+        workers: the fleet.
+        rule: what decides.
+        telemetry: how well it sees.
+        outages: failures.
+        ttft_bound_s: bound of the share within it, where a request brings none.
+        probe: what is recorded beside the sums.
+    """
+
+    load: Load
+    workers: tuple[SimulatedWorker, ...]
+    rule: Rule
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    outages: tuple[Outage, ...] = ()
+    ttft_bound_s: float = 0.49
+    probe: Probe = Probe.NONE
+
+
+def make_case(case: Case) -> Case:
+    """Drop what makes no difference, so that equal simulations become equal values."""
+    if case.rule.blind and case.load.prediction is not Prediction.EXACT:
+        return replace(case, load=replace(case.load, prediction=Prediction.EXACT))
+    return case
+
+
+def run_case(case: Case) -> Measured:
+    """Simulate one case; the same case gives the same result in any process."""
+    requests = build_requests(case.load, case.workers)
+    offered = {
+        "offered_load": offered_load(requests, case.workers),
+        "offered_kv_load": offered_kv_load(requests, case.workers),
+        "mean_decode_tokens": sum(r.decode_tokens for r in requests) / len(requests),
+        "mean_kv_iterations": sum(kv_iterations(r) for r in requests) / len(requests),
+    }
+    if case.rule.kind is Kind.HINDSIGHT:
+        bounds = hindsight_bounds(requests, case.workers, case.ttft_bound_s)
+        return Measured(values=bounds | offered)
+    config = SimulationConfig(
+        workers=case.workers,
+        control=replace(case.rule.control, seed=case.load.seed),
+        telemetry=case.telemetry,
+        outages=case.outages,
+        ttft_bound_s=case.ttft_bound_s,
+    )
+    controller = make_controller(case.rule, config, requests)
+    watcher = _watcher(case, controller)
+    hooks = Hooks() if watcher is None else Hooks(on_tick=watcher.on_tick)
+    driven = watcher if isinstance(watcher, TickTimer) else controller
+    result = simulator.simulate(requests, config, driven, name=case.rule.label, hooks=hooks)
+    measured = measure(result, windows=case.probe is Probe.WINDOWS)
+    series = measured.series | ({} if watcher is None else watcher.series())
+    return Measured(values=measured.values | offered, series=series)
+
+
+def make_controller(
+    rule: Rule, config: SimulationConfig, requests: Sequence[TraceRequest]
+) -> Controller:
+    """Build what decides."""
+    match rule.kind:
+        case Kind.TRUE_JSQ:
+            return TrueJsq({str(i): request.decode_tokens for i, request in enumerate(requests)})
+        case Kind.RESERVE:
+            return PriorityReserve(Router(config.control), rule.reserve_slots)
+        case _:
+            return Router(config.control)
+
+
+def _watcher(case: Case, controller: Controller) -> PriceWatcher | TickTimer | None:
+    if case.probe is Probe.PRICES and isinstance(controller, Router):
+        return PriceWatcher(controller, case.workers)
+    if case.probe is Probe.TICKS:
+        return TickTimer(controller, time.perf_counter)
+    return None

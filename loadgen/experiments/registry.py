@@ -1,0 +1,65 @@
+"""Every experiment by name, in the order of the report."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from loadgen.experiments import (
+    fleet_changes,
+    knowledge,
+    live_twin,
+    paper_figures,
+    paper_tables,
+    price_diagnostics,
+    recorded,
+    scaling,
+    synthetic,
+    tiers,
+    tradeoff,
+    yardsticks,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from loadgen.experiments.experiment import Experiment
+
+
+def all_experiments() -> dict[str, Experiment]:
+    """Name to experiment."""
+    found = (
+        yardsticks.EXPERIMENT,
+        paper_figures.EXPERIMENT,
+        tradeoff.TRADE_OFF,
+        tradeoff.TAIL_WEIGHT,
+        synthetic.EXPERIMENT,
+        paper_tables.TABLE_1,
+        paper_tables.TABLE_2,
+        price_diagnostics.EXPERIMENT,
+        tiers.EXPERIMENT,
+        recorded.EXPERIMENT,
+        fleet_changes.UNEQUAL,
+        fleet_changes.FAILURE,
+        knowledge.STALENESS,
+        knowledge.PREDICTION,
+        scaling.SCALING,
+        scaling.OVERHEAD,
+        live_twin.EXPERIMENT,
+    )
+    return {experiment.name: experiment for experiment in found}
+
+
+def choose(names: Sequence[str]) -> list[Experiment]:
+    """Pick experiments by name, all of them for no name.
+
+    Raises:
+        ValueError: for an unknown name, with the nearest known one.
+    """
+    known = all_experiments()
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"no experiment {name!r}{hint} There are: {', '.join(known)}")
+    return [known[name] for name in names] if names else list(known.values())

@@ -1,0 +1,100 @@
+"""Markdown, PNG and one HTML page from documents; nothing is computed here but text.
+
+README.md is the index: for each figure and table of the paper our picture, the setting and the
+verdict. One page an experiment holds its tables.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jinja2
+
+from loadgen.experiments.document import Cell, Column, Document, Spread, read_document
+from loadgen.experiments.pictures import draw_chart
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TEMPLATES = Path(__file__).with_name("templates")
+INDEX_FILE = "README.md"
+PAGE_FILE = "experiments.html"
+NOTHING = "-"
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def read_documents(folder: Path, order: Sequence[str]) -> list[Document]:
+    """Read NAME.json of every name that is there, in the given order."""
+    paths = [folder / f"{name}.json" for name in order]
+    return [read_document(path) for path in paths if path.is_file()]
+
+
+def write_pages(documents: Sequence[Document], folder: Path) -> list[Path]:
+    """Write pictures, one Markdown page a document, and the index; returns what was written."""
+    written = []
+    for document in documents:
+        written += [draw_chart(chart, folder) for chart in document.charts]
+        page = folder / f"{document.name}.md"
+        page.write_text(_render("experiment.md.j2", document=document), encoding="utf-8")
+        written.append(page)
+    index = folder / INDEX_FILE
+    index.write_text(_render("index.md.j2", documents=documents), encoding="utf-8")
+    return [*written, index]
+
+
+def write_html(documents: Sequence[Document], folder: Path) -> Path:
+    """Write one page with everything inside; its pictures must lie in the folder already."""
+    pictures = {
+        chart.name: base64.b64encode((folder / f"{chart.name}.png").read_bytes()).decode()
+        for document in documents
+        for chart in document.charts
+    }
+    page = folder / PAGE_FILE
+    text = _render("experiments.html.j2", documents=documents, pictures=pictures)
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def cell_text(cell: Cell, column: Column) -> str:
+    """Write a cell: mean, range over seeds, ratio to the base row."""
+    if cell.value is None:
+        return NOTHING
+    text = spread_text(cell.value, column)
+    return f"{text} {TIMES}{cell.ratio.mean:.2f}" if cell.ratio is not None else text
+
+
+def spread_text(value: Spread, column: Column) -> str:
+    """Write a mean, and the range over seeds when there is one."""
+    low, mean, high = (_number(v, column) for v in (value.low, value.mean, value.high))
+    return mean if low == high else f"{mean} [{low}, {high}]"
+
+
+def _number(value: float, column: Column) -> str:
+    match column.unit:
+        case "%":
+            return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+        case "count":
+            return f"{value:.0f}"
+        case _:
+            return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _escaped(text: str) -> str:
+    """Keep text inside one cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _render(template: str, **values: object) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=template.endswith(".html.j2"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["cell"] = cell_text
+    environment.filters["one_line"] = _escaped
+    return environment.get_template(template).render(**values)

@@ -1,0 +1,151 @@
+"""What decides in an experiment: the router under some settings, or a yardstick beside it.
+
+The four heuristics of the paper, the strong baselines that every table shows, and the paper's
+policy and ours under given weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from service.control.config import ControlConfig, PolicyName, PriceConfig, Variant, Weights
+
+ROUND_ROBIN = "round_robin"
+PUBLISHED = "online_lp published"
+ZERO_PRICES = "published, zero prices"
+FORWARD = "online_lp forward (shipped)"
+SHORTEST_FIRST = "central_shortest_first"
+FIRST_COME = "central_fcfs"
+HINDSIGHT = "hindsight bound (LP)"
+
+BLIND = frozenset(
+    {
+        PolicyName.ROUND_ROBIN,
+        PolicyName.LEAST_OUTSTANDING,
+        PolicyName.RANDOM,
+        PolicyName.POWER_OF_TWO,
+    }
+)
+"""Policies that do not look at predicted lengths."""
+
+
+class Kind(StrEnum):
+    """What stands behind a rule."""
+
+    ROUTER = "router"
+    TRUE_JSQ = "true_jsq"
+    RESERVE = "reserve"
+    HINDSIGHT = "hindsight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One way to decide.
+
+    Attributes:
+        label: what tables call it.
+        control: the router's settings; the seed of the case replaces its seed.
+        kind: the router itself or a yardstick.
+        reserve_slots: batch slots of the fleet kept free for the first tier, for RESERVE.
+    """
+
+    label: str
+    control: ControlConfig
+    kind: Kind = Kind.ROUTER
+    reserve_slots: int = 0
+
+    @property
+    def blind(self) -> bool:
+        """Whether predicted lengths make no difference to it."""
+        if self.kind in (Kind.TRUE_JSQ, Kind.HINDSIGHT):
+            return True
+        return self.kind is Kind.ROUTER and self.control.policy in BLIND
+
+
+@dataclass(frozen=True, slots=True)
+class RuleBook:
+    """Rules that share the settings of one experiment.
+
+    Attributes:
+        base: kernel, bounds and look-ahead of every rule; its weights are the shipped ones.
+    """
+
+    base: ControlConfig
+
+    def plain(self, policy: PolicyName, label: str = "") -> Rule:
+        """A policy without weights."""
+        return Rule(label=label or policy.value, control=replace(self.base, policy=policy))
+
+    def heuristics(self) -> list[Rule]:
+        """The four baselines of the paper, round robin first."""
+        names = (
+            PolicyName.ROUND_ROBIN,
+            PolicyName.RANDOM,
+            PolicyName.LEAST_OUTSTANDING,
+            PolicyName.POWER_OF_TWO,
+        )
+        return [self.plain(name) for name in names]
+
+    def first_come(self) -> Rule:
+        """One queue, first come first served, released when startable."""
+        return self.plain(PolicyName.CENTRAL_FCFS)
+
+    def shortest_first(self, age_bound_s: float | None = None) -> Rule:
+        """One queue, shortest predicted decode first, with an age guard."""
+        rule = self.plain(PolicyName.CENTRAL_SHORTEST_FIRST)
+        if age_bound_s is None:
+            return rule
+        control = replace(rule.control, age_bound_s=age_bound_s)
+        return replace(rule, label=f"{SHORTEST_FIRST}, age {age_bound_s:g} s", control=control)
+
+    def published(self, weights: Weights | None = None, label: str = PUBLISHED) -> Rule:
+        """The paper's policy to the letter: prices refreshed inside every period."""
+        prices = PriceConfig(variant=Variant.PUBLISHED, inline=True)
+        return self._priced(label, weights, prices)
+
+    def zero_prices(self, weights: Weights | None = None) -> Rule:
+        """The paper's policy with every price forced to zero."""
+        prices = PriceConfig(variant=Variant.PUBLISHED, zero=True)
+        return self._priced(ZERO_PRICES, weights, prices)
+
+    def forward(self, weights: Weights | None = None, label: str = FORWARD) -> Rule:
+        """The shipped variant."""
+        return self._priced(label, weights, self.base.prices)
+
+    def true_jsq(self) -> Rule:
+        """Join the shortest queue, with true lengths."""
+        return Rule(label="true_jsq (true lengths)", control=self.base, kind=Kind.TRUE_JSQ)
+
+    def hindsight(self) -> Rule:
+        """What no policy can beat: all arrivals known beforehand."""
+        return Rule(label=HINDSIGHT, control=self.base, kind=Kind.HINDSIGHT)
+
+    def reserve(self, slots: int) -> Rule:
+        """Strict priority of the first tier, and this many slots kept free for it."""
+        control = replace(self.base, policy=PolicyName.CENTRAL_SHORTEST_FIRST)
+        return Rule(
+            label=f"priority, reserve {slots}",
+            control=control,
+            kind=Kind.RESERVE,
+            reserve_slots=slots,
+        )
+
+    def strong(self, weights: Weights | None = None) -> list[Rule]:
+        """The rules that must stand beside the paper's baselines in every table."""
+        return [
+            self.first_come(),
+            self.shortest_first(),
+            self.zero_prices(weights),
+            self.published(weights),
+            self.forward(weights),
+        ]
+
+    def _priced(self, label: str, weights: Weights | None, prices: PriceConfig) -> Rule:
+        control = replace(
+            self.base,
+            policy=PolicyName.ONLINE_LP,
+            weights=self.base.weights if weights is None else weights,
+            prices=prices,
+        )
+        return Rule(label=label, control=control)

@@ -1,0 +1,342 @@
+"""Figure 3 and figure 13: what the weights do, and the front that sweeping them traces."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from loadgen.experiments import panels
+from loadgen.experiments.cases import Case
+from loadgen.experiments.columns import PERIOD_TABLE
+from loadgen.experiments.document import Chart, Claim, Document, Panel, Series, Verdict
+from loadgen.experiments.experiment import (
+    Curve,
+    Experiment,
+    Line,
+    Plan,
+    Results,
+    Scale,
+    TableSpec,
+    all_cases,
+    faults,
+    line,
+    series,
+    tabulate,
+)
+from loadgen.experiments.fleets import (
+    LMSYS_HORIZON,
+    PER_PERIOD,
+    PERIOD_S,
+    period_control,
+    unit_fleet,
+)
+from loadgen.experiments.judge import number
+from loadgen.experiments.loads import Load
+from loadgen.experiments.rules import FORWARD, PUBLISHED, ROUND_ROBIN, SHORTEST_FIRST, RuleBook
+from service.control.config import Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RATE = 0.5
+TAIL_SHARES = (0.0, 0.1, 0.3, 1.0, 3.0)
+TAIL_SHARES_FULL = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 10.0)
+"""Tail weights over the horizon: at 1 a bound met is worth as much as a whole look-ahead saved."""
+AGE_BOUNDS_S = (1.0, 2.0, 4.0, 10.0, 0.0)
+AGE_BOUNDS_FULL_S = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 0.0)
+"""0 stands for no bound."""
+ZETAS = (0.0, 1.0, 10.0, 100.0)
+ZETAS_FULL = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+RISE = 0.01
+"""A change of the satisfied share smaller than this is noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """A sweep: its name, and a line at every step."""
+
+    label: str
+    lines: tuple[Line, ...]
+
+
+def plan(scale: Scale) -> Plan:
+    """Sweep the weights and the age bound at the slight overload."""
+    case = base_case(scale)
+    book = RuleBook(period_control())
+    extremes = extreme_lines(case, scale)
+    fronts = (
+        Front("online_lp published: tail weight", _weight_lines(case, scale, published=True)),
+        Front("online_lp forward: tail weight", _weight_lines(case, scale, published=False)),
+        Front("online_lp forward: age bound", _age_lines(case, scale, FORWARD)),
+        Front("central_shortest_first: age bound", _age_lines(case, scale, SHORTEST_FIRST)),
+    )
+    rules = [*book.heuristics(), book.first_come()]
+    points = tuple(line(replace(case, rule=rule), scale.seeds) for rule in rules)
+    lines = [*extremes, *points, *(item for front in fronts for item in front.lines)]
+    return Plan(all_cases(lines), partial(_report, scale, extremes, points, fronts))
+
+
+def base_case(scale: Scale) -> Case:
+    """The paper's overloaded rate, exact prediction."""
+    book = RuleBook(period_control())
+    return Case(
+        load=Load(rate_per_s=RATE * PER_PERIOD, requests=scale.requests),
+        workers=unit_fleet(panels.WORKERS, panels.BATCH_LIMIT, panels.KV_TOKENS),
+        rule=book.forward(),
+        ttft_bound_s=panels.TTFT_BOUND_PERIODS * PERIOD_S,
+    )
+
+
+def extreme_lines(case: Case, scale: Scale) -> tuple[Line, ...]:
+    """Figure 3's two weight vectors, under the paper's policy and ours."""
+    book = RuleBook(period_control())
+    found = []
+    for name, text in (("latency", panels.AVERAGE_ONLY), ("tail", panels.TAIL_ONLY)):
+        chosen = panels.weights(text)
+        for rule in (
+            book.published(chosen, f"{PUBLISHED}, {name} weights ({text})"),
+            book.forward(chosen, f"{FORWARD}, {name} weights ({text})"),
+        ):
+            found.append(line(replace(case, rule=rule), scale.seeds))
+    return tuple(found)
+
+
+def _weight_lines(case: Case, scale: Scale, *, published: bool) -> tuple[Line, ...]:
+    book = RuleBook(period_control())
+    make = book.published if published else book.forward
+    name = "published" if published else "forward"
+    shares = TAIL_SHARES_FULL if scale.full else TAIL_SHARES
+    rules = [
+        make(
+            replace(
+                panels.weights(panels.AVERAGE_ONLY),
+                tail_e2e=share * LMSYS_HORIZON,
+                tail_ttft=share * LMSYS_HORIZON,
+            ),
+            f"{name}, ζ = {share:g} H",
+        )
+        for share in shares
+    ]
+    return tuple(line(replace(case, rule=rule), scale.seeds) for rule in rules)
+
+
+def _age_lines(case: Case, scale: Scale, policy: str) -> tuple[Line, ...]:
+    found = []
+    for bound_s in AGE_BOUNDS_FULL_S if scale.full else AGE_BOUNDS_S:
+        book = RuleBook(replace(period_control(), age_bound_s=bound_s))
+        name = f"age {bound_s * PER_PERIOD:g}" if bound_s else "no age bound"
+        rule = book.forward() if policy == FORWARD else book.shortest_first()
+        short = "forward" if policy == FORWARD else "shortest first"
+        rule = replace(rule, label=f"{short}, {name}")
+        found.append(line(replace(case, rule=rule), scale.seeds))
+    return tuple(found)
+
+
+def _report(
+    scale: Scale,
+    extremes: Sequence[Line],
+    points: Sequence[Line],
+    fronts: Sequence[Front],
+    results: Results,
+) -> Document:
+    lines = [*points, *extremes, *(item for front in fronts for item in front.lines)]
+    claim = figure_3_claim(extremes[0], extremes[2], results)
+    ours = figure_3_claim(extremes[1], extremes[3], results)
+    return Document(
+        name="trade-off",
+        title="Trade-off control: figure 3 and the whole front",
+        asked="Do latency weights buy a low mean at the price of the tail, and tail weights the "
+        "reverse? Which pairs of mean and p99 can be had at all?",
+        answers=(
+            f"The paper's policy: {claim.evidence}",
+            f"Ours: {ours.evidence}",
+            _best_point(fronts, results),
+        ),
+        setting={
+            "fleet and bounds": "as in real-data",
+            "rate": f"λ = {RATE} per period, Poisson, exact prediction",
+            "requests": str(scale.requests),
+            "sweep of weights": "(0, 1, 1, 0, ζ, ζ), ζ in units of the horizon H = 2,048",
+        },
+        command=scale.command("trade-off"),
+        seeds=scale.seeds,
+        tables=(
+            tabulate(
+                lines,
+                TableSpec("Every point, against round robin", PERIOD_TABLE, ROUND_ROBIN),
+                results,
+            ),
+        ),
+        charts=(_front_chart(points, fronts, results),),
+        claims=(
+            claim,
+            replace(ours, source="ours, as figure 3", statement="The same with our variant."),
+        ),
+        faults=faults(all_cases(lines), results),
+    )
+
+
+def figure_3_claim(latency: Line, tail: Line, results: Results) -> Claim:
+    """Judge both halves of figure 3 on one policy."""
+    parts = []
+    halves = []
+    for measure, better in (("TTFT", "ttft"), ("E2E", "e2e")):
+        mean = [item.mean(f"{better}_mean_s", results) * PER_PERIOD for item in (latency, tail)]
+        p99 = [item.mean(f"{better}_p99_s", results) * PER_PERIOD for item in (latency, tail)]
+        halves += [mean[0] < mean[1], p99[1] < p99[0]]
+        parts.append(
+            f"mean {measure} {number(mean[0])} with latency weights, {number(mean[1])} with tail "
+            f"weights; p99 {measure} {number(p99[0])} and {number(p99[1])}"
+        )
+    refused = tail.mean("share_refused", results)
+    if refused:
+        parts.append(f"tail weights leave {100 * refused:.1f} % of the requests unserved")
+    good = sum(halves)
+    found = Verdict.CONFIRMED if good == len(halves) and not refused else Verdict.CONDITIONS
+    return Claim(
+        source="Figure 3",
+        statement="Latency weights (0,1,1,0,0,0) lower mean TTFT and E2E, tail weights "
+        "(0,0,0,0,1,1) lower their tails.",
+        verdict=found if good >= len(halves) / 2 else Verdict.NOT_REPRODUCED,
+        evidence="; ".join(parts) + ".",
+        chart="figure-03",
+    )
+
+
+def _best_point(fronts: Sequence[Front], results: Results) -> str:
+    """Name what the age bounds give at the two ends, in one sentence a sweep."""
+    told = []
+    for front in fronts:
+        ends = [
+            f"{item.label.partition(', ')[2]}: mean "
+            f"{number(item.mean('ttft_mean_s', results) * PER_PERIOD)}, p99 "
+            f"{number(item.mean('ttft_p99_s', results) * PER_PERIOD)}"
+            for item in (front.lines[0], front.lines[-1])
+        ]
+        told.append(f"{front.label} ({'; '.join(ends)})")
+    return f"TTFT at the ends of the sweeps: {', '.join(told)}."
+
+
+def _front_chart(points: Sequence[Line], fronts: Sequence[Front], results: Results) -> Chart:
+    drawn = []
+    for measure, title in (("ttft", "time to first token"), ("e2e", "end-to-end time")):
+        drawn.append(
+            Panel(
+                kind="points",
+                title=f"{title}, periods",
+                x_label="mean",
+                y_label="p99",
+                series=(
+                    *(_xy(item.label, (item,), measure, results) for item in points),
+                    *(_xy(front.label, front.lines, measure, results) for front in fronts),
+                ),
+            )
+        )
+    return Chart("figure-03", "Mean against p99 at λ = 0.5", tuple(drawn))
+
+
+def _xy(label: str, lines: Sequence[Line], measure: str, results: Results) -> Series:
+    x = tuple(item.mean(f"{measure}_mean_s", results) * PER_PERIOD for item in lines)
+    return series(Curve(label, x, tuple(lines)), f"{measure}_p99_s", results, PER_PERIOD)
+
+
+def tail_weight_plan(scale: Scale) -> Plan:
+    """Figure 13: everything fixed but zeta_2."""
+    case = base_case(scale)
+    book = RuleBook(period_control())
+    zetas = ZETAS_FULL if scale.full else ZETAS
+    base = panels.weights(panels.TAIL)
+    curves = []
+    for name, make in ((PUBLISHED, book.published), (FORWARD, book.forward)):
+        lines = tuple(
+            line(
+                replace(case, rule=make(_with_zeta(base, zeta), f"{name}, ζ2 = {zeta:g}")),
+                scale.seeds,
+            )
+            for zeta in zetas
+        )
+        curves.append(Curve(name, zetas, lines))
+    cases = [item for curve in curves for item in all_cases(curve.lines)]
+    return Plan(tuple(cases), partial(_tail_report, scale, tuple(curves)))
+
+
+def _with_zeta(base: Weights, zeta: float) -> Weights:
+    return replace(base, tail_ttft=zeta)
+
+
+def _tail_report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document:
+    claims = [figure_13_claim(curve, results) for curve in curves]
+    claims[1] = replace(
+        claims[1], source="ours, as figure 13", statement="The same with our variant."
+    )
+    lines = [item for curve in curves for item in curve.lines]
+    return Document(
+        name="tail-weight",
+        title="From tail weight to satisfied quantile: figure 13",
+        asked="Does a larger ζ2 let more requests have their first token within t2' = 49 periods?",
+        answers=tuple(
+            f"{curve.label}: {claim.verdict.value}; {claim.evidence}"
+            for curve, claim in zip(curves, claims, strict=True)
+        ),
+        setting={
+            "fleet and bounds": "as in real-data",
+            "rate": f"λ = {RATE} per period, Poisson, exact prediction",
+            "requests": str(scale.requests),
+            "weights": "(1/135, 1/400, 1/400, 1, 1, ζ2); the paper does not say which it fixed",
+        },
+        command=scale.command("tail-weight"),
+        seeds=scale.seeds,
+        tables=(tabulate(lines, TableSpec("Every point", PERIOD_TABLE), results),),
+        charts=(
+            Chart(
+                "figure-13",
+                "Share of requests with TTFT within 49 periods",
+                (
+                    Panel(
+                        kind="lines",
+                        title="λ = 0.5, exact prediction",
+                        x_label="ζ2",
+                        y_label="share within t2'",
+                        series=tuple(
+                            replace(
+                                series(curve, "share_within", results),
+                                x=tuple(f"{zeta:g}" for zeta in curve.x if zeta != ""),
+                            )
+                            for curve in curves
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        claims=tuple(claims),
+        faults=faults(all_cases(lines), results),
+    )
+
+
+def figure_13_claim(curve: Curve, results: Results) -> Claim:
+    """Judge "q grows with zeta_2 on average"."""
+    shares = [item.mean("share_within", results) for item in curve.lines]
+    rise = shares[-1] - shares[0]
+    falls = sum(late < early - RISE for early, late in itertools.pairwise(shares))
+    found = Verdict.NOT_REPRODUCED
+    if rise > RISE:
+        found = Verdict.CONDITIONS if falls else Verdict.CONFIRMED
+    told = ", ".join(f"{share:.3f}" for share in shares)
+    steps = ", ".join(str(x) for x in curve.x)
+    return Claim(
+        source="Figure 13",
+        statement="The share of requests with TTFT within t2' grows with ζ2 on average.",
+        verdict=found,
+        evidence=f"shares {told} at ζ2 = {steps}.",
+        chart="figure-13",
+    )
+
+
+TRADE_OFF = Experiment(
+    name="trade-off", summary="figure 3 and the front of mean against p99", plan=plan
+)
+TAIL_WEIGHT = Experiment(
+    name="tail-weight", summary="figure 13: tail weight to satisfied share", plan=tail_weight_plan
+)
