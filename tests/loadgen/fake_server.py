@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -69,25 +69,39 @@ async def fake_server(
 ) -> AsyncIterator[FakeServer]:
     """Serve until the block ends; behave writes each answer to /v1/completions."""
     fake = FakeServer()
+    handling: set[asyncio.Task[None]] = set()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await _read_request(reader)
+        if request.path == "/v1/models":
+            writer.write(plain_answer(200, {"data": [{"id": "tiny"}]}))
+        else:
+            fake.received.append(request)
+            await behave(request, writer)
+        await writer.drain()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        handling.add(task)
         try:
-            request = await _read_request(reader)
-            if request.path == "/v1/models":
-                writer.write(plain_answer(200, {"data": [{"id": "tiny"}]}))
-            else:
-                fake.received.append(request)
-                await behave(request, writer)
-            await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
+            with suppress(ConnectionError, asyncio.IncompleteReadError):
+                await answer(reader, writer)
         finally:
             writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0, backlog=1024)
     fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with server:
-        yield fake
+    try:
+        async with server:
+            yield fake
+    finally:
+        # Nothing of one test may be left for the next one's garbage collection to complain about.
+        for task in handling:
+            task.cancel()
+        await asyncio.gather(*handling, return_exceptions=True)
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Received:
