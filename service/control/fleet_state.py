@@ -35,6 +35,8 @@ NUMBERS = (
     "reported_at_s",
 )
 """Attributes of a worker that are also kept as arrays over workers."""
+LIMITS = ("batch_limit", "kv_capacity_tokens", "block_tokens")
+"""Those that say what an empty worker can hold."""
 
 
 @dataclass(slots=True)
@@ -62,16 +64,27 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
-    """The largest limits among the workers that serve a model.
+class Limits:
+    """What an empty worker can hold.
 
     Attributes:
-        batch_limit: sequences. kv_capacity_tokens: inf when unknown. block_tokens: KV block size.
+        batch_limit: sequences. room: KV tokens in whole blocks, inf when unknown.
     """
 
     batch_limit: float
-    kv_capacity_tokens: float
-    block_tokens: float
+    room: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The distinct limits of the workers that serve a model; mostly all have the same.
+
+    Attributes:
+        up: of those that are up. serving: of all.
+    """
+
+    up: frozenset[Limits]
+    serving: frozenset[Limits]
 
 
 class FleetState:
@@ -79,7 +92,8 @@ class FleetState:
 
     Attributes:
         workers: the workers. index: their place by id. worker_ids: their ids in order.
-        version: grows whenever it changes which workers are up or which models they serve.
+        version: grows whenever it changes which workers are up, which models they serve, or what
+            an empty one can hold.
     """
 
     def __init__(self) -> None:
@@ -90,7 +104,7 @@ class FleetState:
         self._numbers: dict[str, FloatArray] = {}
         self._up: BoolArray = np.zeros(0, dtype=np.bool_)
         self._model_rows: dict[str, BoolArray] = {}
-        self._largest: dict[str, Largest | None] = {}
+        self._shapes: dict[str, Shapes] = {}
         self._rebuild()
 
     def __len__(self) -> int:
@@ -133,6 +147,7 @@ class FleetState:
             worker.foreign_kv = worker.excess_kv = 0.0
         self._mirror(g)
         self._up = self._states()
+        self._shapes.clear()
         self.version += 1
 
     def report(self, worker_id: str, report: WorkerReport, own: OwnLoad, at_s: float) -> None:
@@ -173,7 +188,7 @@ class FleetState:
         if report.models is not None and report.models != worker.models:
             worker.models = report.models
             self._model_rows.clear()
-            self._largest.clear()
+            self._shapes.clear()
             self.version += 1
 
     def own_end(self, g: int, now_s: float) -> None:
@@ -196,18 +211,22 @@ class FleetState:
                 self._model_rows[model] = row
         return row
 
-    def largest(self, model: str) -> Largest | None:
-        """The largest limits among the workers that serve a model; None when no worker does."""
-        if model in self._largest:
-            return self._largest[model]
-        serves = self.serves(model)
-        names = ("batch_limit", "kv_capacity_tokens", "block_tokens")
-        found = None
-        if serves.any():
-            found = Largest(*(float(self._numbers[name][serves].max()) for name in names))
-        if len(self._largest) < MODELS_MAX:
-            self._largest[model] = found
+    def shapes(self, model: str) -> Shapes:
+        """The distinct limits among the workers that serve a model."""
+        found = self._shapes.get(model)
+        if found is None:
+            serves = self.serves(model)
+            found = Shapes(self._limits(serves & self._up), self._limits(serves))
+            if len(self._shapes) < MODELS_MAX:
+                self._shapes[model] = found
         return found
+
+    def _limits(self, workers: BoolArray) -> frozenset[Limits]:
+        batch, block = (self._numbers[name][workers] for name in ("batch_limit", "block_tokens"))
+        capacity = self._numbers["kv_capacity_tokens"][workers]
+        known = np.isfinite(capacity)
+        room = np.where(known, capacity - np.where(known, capacity, 0.0) % block, np.inf)
+        return frozenset(map(Limits, batch.tolist(), room.tolist()))
 
     def up(self) -> BoolArray:
         """(g,) which workers may take new requests; read-only."""
@@ -236,7 +255,7 @@ class FleetState:
             self._numbers[name] = values
         self._up = self._states()
         self._model_rows.clear()
-        self._largest.clear()
+        self._shapes.clear()
         self.version += 1
 
     def _mirror(self, g: int) -> None:
@@ -250,7 +269,9 @@ class FleetState:
             values[g] = value
             values.flags.writeable = False
             self._numbers[name] = values
-            self._largest.clear()
+            if name in LIMITS:
+                self._shapes.clear()
+                self.version += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,25 +176,27 @@ class Router:
         )
         fit_to_fleet(entry, self._fleet)
         self._waiting.add(entry)
-        turned_away = self._turn_away(request)
+        turned_away = self._turn_away(entry)
         return [] if turned_away is None else [self._refuse(request.request_id, *turned_away)]
 
-    def _turn_away(self, request: Request) -> tuple[Refusal, str] | None:
+    def _turn_away(self, entry: Entry) -> tuple[Refusal, str] | None:
         """Reasons to refuse at once, before any wait."""
         if len(self._waiting) > self._config.queue_max:
             return Refusal.QUEUE_FULL, f"{self._config.queue_max} requests are waiting already"
         if not len(self._fleet):
             return None
-        largest = self._fleet.largest(request.model)
-        if largest is None:
-            return Refusal.UNKNOWN_MODEL, f"no worker serves the model {request.model!r}"
-        room = largest.kv_capacity_tokens
-        if request.prompt_tokens + 1 > room:
-            return Refusal.TOO_LARGE, (
-                f"the prompt's {request.prompt_tokens} tokens exceed the KV cache of every worker "
-                f"that serves it (at most {room:.0f} tokens)"
-            )
-        return None
+        model = entry.request.model
+        if not self._fleet.serves(model).any():
+            return Refusal.UNKNOWN_MODEL, f"no worker serves the model {model!r}"
+        return self._too_large(entry) if entry.too_large else None
+
+    def _too_large(self, entry: Entry) -> tuple[Refusal, str]:
+        request = entry.request
+        room = max(limits.room for limits in self._fleet.shapes(request.model).serving)
+        return Refusal.TOO_LARGE, (
+            f"the prompt's {request.prompt_tokens} tokens exceed the KV cache of every worker "
+            f"that serves it (at most {room:.0f} tokens)"
+        )
 
     def _return(self, request_id: str, now_s: float) -> list[Command]:
         entry, worker, _ = self._ledger.end(request_id)
@@ -202,6 +204,7 @@ class Router:
             entry.avoid.add(self._fleet.workers[worker].spec.worker_id)
             self._fleet.own_end(worker, now_s)
         self._counters.returns += 1
+        fit_to_fleet(entry, self._fleet)
         self._waiting.add(entry)
         if len(entry.avoid) > RETURNS_MAX:
             detail = f"{len(entry.avoid)} workers in a row did not take the request"
@@ -225,7 +228,7 @@ class Router:
     def _follow_worker(
         self, event: WorkerJoined | WorkerChanged | WorkerReported | WorkerGone, now_s: float
     ) -> None:
-        was_up = self._fleet.up().any()
+        was_up, version = self._fleet.up().any(), self._fleet.version
         match event:
             case WorkerJoined(spec, state):
                 self._fleet.join(spec, state)
@@ -240,6 +243,8 @@ class Router:
                 self._ledger.drop_worker(self._fleet.remove(worker_id))
             case _:
                 assert_never(event)
+        if self._fleet.version != version:
+            self._waiting.refit(self._fleet)
         if was_up and not self._fleet.up().any():
             self._nobody_up_since_s = now_s
 
@@ -253,10 +258,12 @@ class Router:
         hold_s = self._config.no_worker_hold_s
         commands: list[Command] = []
         for request_id in self._waiting.cut_off(self._fleet):
-            arrival_s = self._waiting.entries[request_id].request.arrival_s
-            if now_s - max(arrival_s, self._nobody_up_since_s) >= hold_s:
-                detail = f"no worker that serves the request came up within {hold_s:g} s"
-                commands.append(self._refuse(request_id, Refusal.NO_WORKER, detail))
+            entry = self._waiting.entries[request_id]
+            if now_s - max(entry.request.arrival_s, self._nobody_up_since_s) < hold_s:
+                continue
+            detail = f"no worker that serves the request came up within {hold_s:g} s"
+            why = self._too_large(entry) if entry.too_large else (Refusal.NO_WORKER, detail)
+            commands.append(self._refuse(request_id, *why))
         return commands
 
     def _decide(self, now_s: float) -> list[Pair]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +33,7 @@ class Waiting:
     Attributes:
         arrival_s: seconds. order: rank by arrival, breaks ties.
         prompt_tokens: s. decode_tokens: o^. sequences: batch slots wanted.
+        kv_max: KV tokens a sequence that the worker a column was capped to has.
         value: reward multiplier. ttft_bound_s: own bound, NaN for the fleet's.
         kind: row of `reach`; requests of one model that avoid the same workers share a row.
         reach: (kinds, g) worker is up, serves the model, and was not just tried in vain.
@@ -42,6 +43,7 @@ class Waiting:
     order: IntArray
     prompt_tokens: FloatArray
     decode_tokens: FloatArray
+    kv_max: FloatArray
     sequences: FloatArray
     value: FloatArray
     ttft_bound_s: FloatArray
@@ -113,7 +115,11 @@ class View:
         )
         # Workers may differ in block size; the largest is safe on all of them.
         largest = self.fleet.block_tokens.max(initial=1.0)
-        return in_whole_blocks(columns, largest, self.horizon)
+        whole = in_whole_blocks(columns, largest, self.horizon)
+        # Rounding up must not make a column that an empty worker holds larger than the worker.
+        return replace(
+            whole, footprint=np.minimum(whole.footprint, self.waiting.kv_max - whole.steps)
+        )
 
     def capacity(self, workers: IntArray | None = None) -> Usage:
         """(w, N) B_g and M_g on every bucket, of some workers or of all; read-only."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from service.control.columns import BoolArray
 from service.control.events import Request
-from service.control.fleet_state import FleetState
+from service.control.fleet_state import FleetState, Limits, Shapes
 from service.control.lengths import Forecast
 from service.control.tables import Table
 from service.control.view import Waiting
@@ -24,6 +24,8 @@ class Entry:
         request: as it arrived. forecast: of its decode length.
         order: rank by arrival. expires_s: when its wait ends with a refusal.
         sequences, decode_tokens: the column's size, capped to what an empty worker can hold.
+        kv_max: KV tokens a sequence that such a worker has.
+        too_large: no worker that serves it can ever hold its prompt.
         avoid: workers that did not take it.
     """
 
@@ -33,44 +35,56 @@ class Entry:
     expires_s: float
     sequences: int = 1
     decode_tokens: int = 1
+    kv_max: float = np.inf
+    too_large: bool = False
     avoid: set[str] = field(default_factory=set)
 
 
 def fit_to_fleet(entry: Entry, fleet: FleetState) -> None:
-    """Cap an entry's column so that some empty worker could start it.
+    """Cap an entry's column so that some empty worker, best one that is up, could start it.
 
     The engine queues surplus sequences and stops at its own length limit; a column that no worker
     could ever hold would wait for ever.
     """
     request = entry.request
-    entry.sequences, entry.decode_tokens = request.sequences, entry.forecast.decode_tokens
-    largest = fleet.largest(request.model)
-    if largest is None:
-        return
-    room, block = largest.kv_capacity_tokens, largest.block_tokens
-    least = request.prompt_tokens + block + 1
-    entry.sequences = int(min(request.sequences, largest.batch_limit, max(1.0, room // least)))
-    longest = max(1.0, room // entry.sequences - request.prompt_tokens - block)
-    entry.decode_tokens = int(min(entry.forecast.decode_tokens, longest))
+    shapes = fleet.shapes(request.model)
+    able = [limits for limits in shapes.up if request.prompt_tokens < limits.room]
+    able = able or [limits for limits in shapes.serving if request.prompt_tokens < limits.room]
+    entry.too_large = bool(shapes.serving) and not able
+    entry.sequences, entry.decode_tokens, entry.kv_max = max(
+        (_column_size(entry, limits) for limits in able),
+        default=(request.sequences, entry.forecast.decode_tokens, np.inf),
+    )
+
+
+def _column_size(entry: Entry, limits: Limits) -> tuple[int, int, float]:
+    """(sequences, decode tokens, KV tokens a sequence) of the largest column a worker can hold."""
+    prompt = entry.request.prompt_tokens
+    most = min(entry.request.sequences, limits.batch_limit, limits.room // (prompt + 1))
+    sequences = max(1.0, most)
+    room = limits.room if np.isinf(limits.room) else limits.room // sequences
+    decode = min(entry.forecast.decode_tokens, room - prompt)
+    return int(sequences), int(decode), room
 
 
 class Kinds:
     """Which workers a waiting request may go to, kept once per kind instead of once per request.
 
-    A kind is a model and a set of workers to avoid. Requests of one kind share a row of `reach`;
-    rows are made when first asked for, and again after the fleet changed.
+    A kind is a model and a set of workers to avoid; the model None is served nowhere. Requests of
+    one kind share a row of `reach`; rows are made when first asked for, and again after the fleet
+    changed.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[str, frozenset[str]], int] = {}
-        self._kinds: list[tuple[str, frozenset[str]] | None] = []
+        self._numbers: dict[tuple[str | None, frozenset[str]], int] = {}
+        self._kinds: list[tuple[str | None, frozenset[str]] | None] = []
         self._counts: list[int] = []
         self._free: list[int] = []
         self._due: set[int] = set()
         self._reach: BoolArray = np.zeros((0, 0), dtype=np.bool_)
         self._version = -1
 
-    def enter(self, model: str, avoid: set[str]) -> int:
+    def enter(self, model: str | None, avoid: set[str]) -> int:
         """Count one request in; returns the number of its kind."""
         kind = (model, frozenset(avoid))
         number = self._numbers.get(kind)
@@ -111,10 +125,10 @@ class Kinds:
         return self._reach[: len(self._kinds)]
 
     @staticmethod
-    def _row(kind: tuple[str, frozenset[str]] | None, fleet: FleetState) -> BoolArray:
-        if kind is None:
+    def _row(kind: tuple[str | None, frozenset[str]] | None, fleet: FleetState) -> BoolArray:
+        if kind is None or kind[0] is None:
             return np.zeros(len(fleet), dtype=np.bool_)
-        model, avoid = kind
+        model, avoid = kind[0], kind[1]
         row = fleet.up() & fleet.serves(model)
         for worker_id in avoid & fleet.index.keys():
             row[fleet.index[worker_id]] = False
@@ -131,6 +145,7 @@ class WaitingRoom:
             order=np.int64,
             prompt_tokens=np.float64,
             decode_tokens=np.float64,
+            kv_max=np.float64,
             sequences=np.float64,
             value=np.float64,
             ttft_bound_s=np.float64,
@@ -139,6 +154,7 @@ class WaitingRoom:
         )
         self._kinds = Kinds()
         self._avoiding: set[str] = set()
+        self._shapes: dict[str, Shapes] = {}
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -162,11 +178,12 @@ class WaitingRoom:
             order=entry.order,
             prompt_tokens=request.prompt_tokens,
             decode_tokens=entry.decode_tokens,
+            kv_max=entry.kv_max,
             sequences=entry.sequences,
             value=request.value,
             ttft_bound_s=bound_s,
             expires_s=entry.expires_s,
-            kind=self._kinds.enter(request.model, entry.avoid),
+            kind=self._enter_kind(entry),
         )
         if entry.avoid:
             self._avoiding.add(request.request_id)
@@ -184,9 +201,34 @@ class WaitingRoom:
             entry = self.entries[request_id]
             if worker_id in entry.avoid:
                 entry.avoid.discard(worker_id)
-                row = self._table.row(request_id)
-                self._kinds.leave(int(self._table["kind"][row]))
-                self._table["kind"][row] = self._kinds.enter(entry.request.model, entry.avoid)
+                self._change_kind(request_id)
+
+    def refit(self, fleet: FleetState) -> None:
+        """Cap columns anew where the limits of the workers that serve them changed."""
+        models = {entry.request.model for entry in self.entries.values()}
+        now = {model: fleet.shapes(model) for model in models}
+        changed = {model for model, limits in now.items() if self._shapes.get(model) != limits}
+        self._shapes = now
+        if not changed:
+            return
+        for request_id, entry in self.entries.items():
+            if entry.request.model not in changed:
+                continue
+            was_too_large = entry.too_large
+            fit_to_fleet(entry, fleet)
+            row = self._table.row(request_id)
+            for name in ("sequences", "decode_tokens", "kv_max"):
+                self._table[name][row] = getattr(entry, name)
+            if entry.too_large != was_too_large:
+                self._change_kind(request_id)
+
+    def _enter_kind(self, entry: Entry) -> int:
+        return self._kinds.enter(None if entry.too_large else entry.request.model, entry.avoid)
+
+    def _change_kind(self, request_id: str) -> None:
+        row = self._table.row(request_id)
+        self._kinds.leave(int(self._table["kind"][row]))
+        self._table["kind"][row] = self._enter_kind(self.entries[request_id])
 
     def expired(self, now_s: float) -> list[str]:
         """Requests whose wait is over."""
@@ -216,6 +258,7 @@ class WaitingRoom:
             order=table["order"].copy(),
             prompt_tokens=table["prompt_tokens"].copy(),
             decode_tokens=table["decode_tokens"].copy(),
+            kv_max=table["kv_max"].copy(),
             sequences=table["sequences"].copy(),
             value=table["value"].copy(),
             ttft_bound_s=table["ttft_bound_s"].copy(),
