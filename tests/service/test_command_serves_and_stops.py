@@ -57,6 +57,7 @@ def running(*flags: str) -> Iterator[Process]:
 def test_the_first_signal_lets_requests_finish_and_the_exit_status_is_0() -> None:
     with running() as router, httpx.Client(trust_env=False, timeout=20) as client:
         with client.stream("POST", f"{router.url}/v1/completions", json=SLOW) as response:
+            assert response.status_code == 200, response.read()
             parts = response.iter_raw()
             next(parts)
             router.process.send_signal(signal.SIGTERM)
@@ -74,6 +75,7 @@ def test_the_first_signal_lets_requests_finish_and_the_exit_status_is_0() -> Non
 def test_the_second_signal_ends_it_at_once() -> None:
     with running() as router, httpx.Client(trust_env=False, timeout=20) as client:
         with client.stream("POST", f"{router.url}/v1/completions", json=ENDLESS) as response:
+            assert response.status_code == 200, response.read()
             parts = response.iter_raw()
             next(parts)
             router.process.send_signal(signal.SIGINT)
@@ -91,6 +93,7 @@ def test_the_drain_has_an_end() -> None:
         httpx.Client(trust_env=False, timeout=20) as client,
         client.stream("POST", f"{router.url}/v1/completions", json=ENDLESS) as response,
     ):
+        assert response.status_code == 200, response.read()
         parts = response.iter_raw()
         next(parts)
         router.process.send_signal(signal.SIGTERM)
