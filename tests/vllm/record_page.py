@@ -7,7 +7,6 @@ environment with flags every version knows, sends a few requests, and writes pag
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,15 +55,32 @@ def exercise(http: httpx.Client) -> None:
             raise ValueError(f"the engine answered {answer.status_code}: {answer.text[:400]}")
 
 
-def record(worker: Worker) -> tuple[str, str]:
-    """The engine's version and its page after `exercise`."""
+def behaviour(http: httpx.Client) -> str:
+    """Answers that docs/compatibility.md lists beside the page's names."""
+    filtered = http.get("/metrics/", params={"name[]": "vllm:num_requests_running"})
+    body = completion(SERVED_NAME, prompt_tokens=5, decode_tokens=3)
+    named = http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+    streamed = http.post("/v1/completions", json=body | {"stream": True})
+    return (
+        f"filtered page: {filtered.status_code}, {len(filtered.content)} bytes\n"
+        f"id of a request named mine: {named.json()['id']}\n"
+        f"events of 3 tokens: {streamed.text.count('data: {')}, "
+        f"done: {streamed.text.rstrip().endswith('[DONE]')}\n"
+        f"max_model_len: {http.get('/v1/models').json()['data'][0].get('max_model_len')}\n"
+        f"/load: {http.get('/load').status_code}\n"
+    )
+
+
+def record(worker: Worker) -> tuple[str, str, str]:
+    """The engine's version, its page after `exercise`, and how it behaves."""
     worker.start()
     try:
         worker.wait_healthy()
         with httpx.Client(base_url=worker.url, trust_env=False, timeout=120.0) as http:
             exercise(http)
             version = http.get("/version").json()["version"].partition("+")[0]
-            return version, http.get("/metrics").text
+            page = http.get("/metrics").text
+            return version, page, behaviour(http)
     finally:
         worker.stop()
 
@@ -85,12 +101,11 @@ def main() -> None:
         extra=tuple(args.extra),
     )
     worker = Worker("recorded", free_port(), options)
-    version, page = record(worker)
+    version, page, behaves = record(worker)
     out = PAGES / f"{version}.txt"
     out.parent.mkdir(exist_ok=True)
     out.write_text(page)
-    with contextlib.suppress(OSError):
-        sys.stdout.write(f"{out.relative_to(Path.cwd())}: {len(page.splitlines())} lines\n")
+    sys.stdout.write(f"{out.name}: {len(page.splitlines())} lines\n{behaves}")
 
 
 if __name__ == "__main__":

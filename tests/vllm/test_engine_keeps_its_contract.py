@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 from typing import TYPE_CHECKING
 
@@ -113,10 +114,13 @@ async def test_used_kv_is_within_two_blocks_of_what_the_requests_hold(
 ) -> None:
     block_tokens = (await sample(http)).block_tokens
     assert block_tokens is not None
-    reader = lines_of(http, completion(fleet.model, prompt_tokens=200, decode_tokens=400))
-    seen = 100
-    for _ in range(seen):
-        await anext(reader)
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    body = completion(fleet.model, prompt_tokens=200, decode_tokens=400, stream_options=usage)
+    reader = lines_of(http, body)
+    seen = 0
+    while seen < 100:
+        line = await anext(reader)
+        seen = json.loads(line.removeprefix("data:"))["usage"]["completion_tokens"]
     now = await sample(http)
     await reader.aclose()
     assert now.running == 1
