@@ -33,6 +33,7 @@ NUMBERS = (
     "foreign_kv",
     "engine_waiting",
     "reported_at_s",
+    "left_up_s",
 )
 """Attributes of a worker that are also kept as arrays over workers."""
 LIMITS = ("batch_limit", "kv_capacity_tokens", "block_tokens")
@@ -56,6 +57,7 @@ class Worker:
     excess_kv: float = 0.0
     engine_waiting: int = 0
     reported_at_s: float = -np.inf
+    left_up_s: float = -np.inf
     recent_ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=ENDS_MAX))
 
     def ends_since(self, since_s: float) -> int:
@@ -137,10 +139,12 @@ class FleetState:
         self._rebuild()
         return gone
 
-    def change(self, worker_id: str, state: WorkerState) -> None:
+    def change(self, worker_id: str, state: WorkerState, now_s: float) -> None:
         """Set a worker's state; one that went down forgets what was reported about it."""
         g = self.index[worker_id]
         worker = self.workers[g]
+        if worker.state is WorkerState.UP and state is not WorkerState.UP:
+            worker.left_up_s = now_s
         worker.state = state
         if state is WorkerState.DOWN:
             worker.foreign_active = worker.excess_active = worker.engine_waiting = 0
@@ -227,6 +231,10 @@ class FleetState:
         known = np.isfinite(capacity)
         room = np.where(known, capacity - np.where(known, capacity, 0.0) % block, np.inf)
         return frozenset(map(Limits, batch.tolist(), room.tolist()))
+
+    def left_up_s(self, model: str) -> float:
+        """When a worker that serves a model last ceased to be up; -inf when none did."""
+        return float(self._numbers["left_up_s"][self.serves(model)].max(initial=-np.inf))
 
     def up(self) -> BoolArray:
         """(g,) which workers may take new requests; read-only."""

@@ -201,10 +201,12 @@ class Ledger:
             )
             total[late] = produced[late] + left
         total = np.maximum(np.minimum(total, table["limit"][kept]), produced + 1.0)
+        # A prefill counts as done when it has begun: whether it still runs cannot be known, and
+        # taking it for done never understates the KV it holds.
         done = service_steps(self._kernel, produced)
         columns = Columns(
             worker=at,
-            start=frame.offset - np.where(produced > 0, done, 0.0),
+            start=frame.offset - done,
             steps=service_steps(self._kernel, total),
             footprint=kv_footprint(self._kernel, table["prompt_tokens"][kept]),
             sequences=table["sequences"][kept],

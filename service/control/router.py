@@ -173,6 +173,7 @@ class Router:
             self._predictor.forecast(request),
             self._counters.entered,
             request.arrival_s + wait_s,
+            request.arrival_s,
         )
         fit_to_fleet(entry, self._fleet)
         self._waiting.add(entry)
@@ -204,6 +205,7 @@ class Router:
             entry.avoid.add(self._fleet.workers[worker].spec.worker_id)
             self._fleet.own_end(worker, now_s)
         self._counters.returns += 1
+        entry.entered_s = now_s
         fit_to_fleet(entry, self._fleet)
         self._waiting.add(entry)
         if len(entry.avoid) > RETURNS_MAX:
@@ -233,7 +235,7 @@ class Router:
             case WorkerJoined(spec, state):
                 self._fleet.join(spec, state)
             case WorkerChanged(worker_id, state):
-                self._fleet.change(worker_id, state)
+                self._fleet.change(worker_id, state, now_s)
                 if state is WorkerState.UP:
                     self._waiting.forgive(worker_id)
             case WorkerReported(worker_id, report, reported_at_s):
@@ -259,7 +261,8 @@ class Router:
         commands: list[Command] = []
         for request_id in self._waiting.cut_off(self._fleet):
             entry = self._waiting.entries[request_id]
-            if now_s - max(entry.request.arrival_s, self._nobody_up_since_s) < hold_s:
+            lost_s = max(self._nobody_up_since_s, self._fleet.left_up_s(entry.request.model))
+            if now_s - max(entry.entered_s, lost_s) < hold_s:
                 continue
             detail = f"no worker that serves the request came up within {hold_s:g} s"
             why = self._too_large(entry) if entry.too_large else (Refusal.NO_WORKER, detail)

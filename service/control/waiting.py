@@ -23,6 +23,7 @@ class Entry:
     Attributes:
         request: as it arrived. forecast: of its decode length.
         order: rank by arrival. expires_s: when its wait ends with a refusal.
+        entered_s: when it began to wait; for one that was handed back, when that was.
         sequences, decode_tokens: the column's size, capped to what an empty worker can hold.
         kv_max: KV tokens a sequence that such a worker has.
         too_large: no worker that serves it can ever hold its prompt.
@@ -33,6 +34,7 @@ class Entry:
     forecast: Forecast
     order: int
     expires_s: float
+    entered_s: float
     sequences: int = 1
     decode_tokens: int = 1
     kv_max: float = np.inf
