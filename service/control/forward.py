@@ -11,6 +11,8 @@ What differs from the paper, and why (docs/decisions.md has the measurements):
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from service.control.assign import Candidates, admit_balanced
@@ -26,13 +28,22 @@ RESERVATIONS_MAX = 2
 """Aged requests that fit nowhere and get room reserved, per tick; more would idle the fleet."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """Room reserved for an aged request: on which worker, and until when it may be kept waiting."""
+
+    worker_id: str
+    due_s: float
+
+
 class ForwardLp:
     """Bid-price control with forward prices, an age bound and reservations."""
 
     def __init__(self, config: ControlConfig) -> None:
         self._config = config
         self._history = History(config.prices.history_max)
-        self._last_recorded_s = -np.inf
+        self._promises: dict[int, _Promise] = {}
+        self._last_recorded = 0
         self._solution: PriceSolution | None = None
         self._refreshes = 0
 
@@ -120,9 +131,11 @@ class ForwardLp:
 
     def _start_aged(self, view: View, columns: Columns, room: Room, rows: np.ndarray) -> list[Pair]:
         """Start aged requests, oldest first; reserve room for the first few that fit nowhere."""
+        self._keep_promises(view.waiting.order[rows])
         pairs: list[Pair] = []
         reserved = 0
-        for row in rows[np.argsort(view.waiting.order[rows])].tolist():
+        oldest_first = rows[np.argsort(view.waiting.order[rows])]
+        for place, row in enumerate(oldest_first.tolist()):
             if not room.residual.has_slot().any():
                 break
             reach = view.waiting.reach[view.waiting.kind[row]]
@@ -133,10 +146,51 @@ class ForwardLp:
                 room.start(columns, row, worker)
                 pairs.append((row, int(room.workers[worker])))
             elif reserved < RESERVATIONS_MAX:
-                reserved += room.reserve(columns, row, reach)
+                reserved += self._reserve(view, columns, room, row)
             else:
-                break
+                return pairs + self._start_beside(view, columns, room, oldest_first[place:])
         return pairs
+
+    def _start_beside(
+        self, view: View, columns: Columns, room: Room, rows: IntArray
+    ) -> list[Pair]:
+        """Start those aged requests, oldest first, that fit beside what is reserved."""
+        allowed = view.waiting.allowed(room.workers)[rows]
+        age = -view.waiting.order[rows].astype(np.float64)
+        candidates = Candidates(
+            columns.take(rows),
+            np.where(allowed, age[:, None], -np.inf),
+            view.waiting.order[rows],
+            floor=-np.inf,
+        )
+        started = admit_balanced(
+            candidates, room.residual, 1.0 / view.fleet.batch_limit[room.workers]
+        )
+        return [(int(rows[row]), int(room.workers[worker])) for row, worker in started]
+
+    def _reserve(self, view: View, columns: Columns, room: Room, row: int) -> bool:
+        """Reserve room for an aged request, never later than it was promised before."""
+        fleet, order = view.fleet, int(view.waiting.order[row])
+        reach = view.waiting.reach[view.waiting.kind[row]]
+        bucket_s = view.horizon.bucket_iterations * fleet.iteration_s
+        promise, promised = self._promises.get(order), None
+        if promise is not None and promise.worker_id in fleet.worker_ids:
+            worker = fleet.worker_ids.index(promise.worker_id)
+            left = max(0.0, promise.due_s - view.now_s) / bucket_s[worker]
+            if reach[worker]:
+                promised = (worker, int(min(left, view.horizon.buckets - 1)))
+        found = room.reserve(columns, row, reach, promised)
+        if found is not None and found != promised:
+            worker, shift = found
+            due_s = view.now_s + shift * float(bucket_s[worker])
+            self._promises[order] = _Promise(fleet.worker_ids[worker], due_s)
+        return found is not None
+
+    def _keep_promises(self, aged: IntArray) -> None:
+        """Forget what was promised to those who are not waiting any more."""
+        if self._promises:
+            waiting = set(aged.tolist())
+            self._promises = {o: p for o, p in self._promises.items() if o in waiting}
 
     def _cost(self, view: View, columns: Columns, workers: IntArray) -> FloatArray:
         prices = self._prices(view)
@@ -146,10 +200,10 @@ class ForwardLp:
 
     def _record(self, view: View, columns: Columns, rewards: FloatArray) -> None:
         """Remember every request once, the first time a decision sees it."""
-        new = np.flatnonzero(view.waiting.arrival_s > self._last_recorded_s)
+        new = np.flatnonzero(view.waiting.order > self._last_recorded)
         if new.size:
             self._history.extend(columns.take(new), 0.0, rewards[new])
-            self._last_recorded_s = float(view.waiting.arrival_s[new].max())
+            self._last_recorded = int(view.waiting.order[new].max())
 
     def _rewards(self, view: View) -> FloatArray:
         """(n,) normalised rewards of starting now."""

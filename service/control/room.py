@@ -46,21 +46,33 @@ class Room:
         if self._fleet is not None:
             self._fleet.subtract(columns, row, worker)
 
-    def reserve(self, columns: Columns, row: int, allowed: BoolArray) -> bool:
+    def reserve(
+        self, columns: Columns, row: int, allowed: BoolArray, promised: tuple[int, int] | None
+    ) -> tuple[int, int] | None:
         """Set aside the earliest room for a column on any of the (g,) allowed workers.
 
+        Args:
+            columns: of the waiting requests.
+            row: which of them.
+            allowed: (g,) workers it may go to.
+            promised: the worker and the shift in buckets that the request was given before. It is
+                never given a later one, or small requests that end just in time for each new one
+                could put it off for ever.
+
         Returns:
-            Whether there was room inside the look-ahead.
+            The worker and the shift; None when there is no room inside the look-ahead.
         """
         if self._fleet is None:
             self._fleet = working_residual(self._view)
             for started in self._started:
                 self._fleet.subtract(columns, *started)
         found = self._fleet.earliest(columns, row, allowed)
+        if promised is not None and (found is None or promised[1] <= found[1]):
+            found = promised
         if found is None:
-            return False
+            return None
         worker, shift = found
         self._fleet.subtract(columns, row, worker, shift)
         for place in np.flatnonzero(self.workers == worker).tolist():
             self.residual.subtract(columns, row, place, shift)
-        return True
+        return found
