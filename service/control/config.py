@@ -112,6 +112,11 @@ class ControlConfig:
         fixed_horizon: T is a wall, horizon_iterations after the first tick, as in the paper's
             experiments; otherwise the look-ahead rolls, T = k + H - 1. Only for PUBLISHED.
         age_bound_s: a request that waited this long goes first, oldest first; 0 switches it off.
+        age_factor: online_lp's forward variant lets a request go first already after this many
+            times the longest recent first-come-first-served wait; smaller spares the tail, larger
+            the mean; 0 leaves age_bound_s alone.
+        age_floor_s: that relative bound is never shorter than this.
+        age_memory_s: how long the longest recent wait is remembered.
         queue_max: most requests that may wait.
         max_wait_s: longest wait of a request in the central queue.
         no_worker_hold_s: how long a request waits for any worker to come up.
@@ -126,7 +131,10 @@ class ControlConfig:
     horizon_iterations: int = 4096
     bucket_iterations: int = 16
     fixed_horizon: bool = False
-    age_bound_s: float = 10.0
+    age_bound_s: float = 60.0
+    age_factor: float = 0.8
+    age_floor_s: float = 0.5
+    age_memory_s: float = 60.0
     queue_max: int = 10_000
     max_wait_s: float = 120.0
     no_worker_hold_s: float = 5.0

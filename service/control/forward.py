@@ -5,7 +5,7 @@ What differs from the paper, and why (docs/decisions.md has the measurements):
 - recorded requests are re-timed as hypothetical arrivals over the look-ahead, so that the dual
   prices the capacity that future requests will want, not the slots that past ones had;
 - rewards are normalised so that they never saturate;
-- whoever waited the age bound goes first, oldest first, and if nothing fits, room is reserved for
+- whoever waited its share of the backlog (aging.py) goes first, oldest first, and if nothing fits, room is reserved for
   it on the worker that frees up soonest (later starts must end before, or fit beside it).
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from service.control.aging import AgeRule
 from service.control.assign import Candidates, admit_balanced
 from service.control.columns import Columns, FloatArray, IntArray, PrefixPrices, Usage
 from service.control.config import ControlConfig
@@ -41,6 +42,7 @@ class ForwardLp:
 
     def __init__(self, config: ControlConfig) -> None:
         self._config = config
+        self._ageing = AgeRule(config)
         self._history = History(config.prices.history_max)
         self._promises: dict[int, _Promise] = {}
         self._last_recorded = 0
@@ -51,13 +53,13 @@ class ForwardLp:
         """Aged requests first, then by reduced cost; everything fits on all its future slots."""
         columns, rewards = view.columns(), self._rewards(view)
         self._record(view, columns, rewards)
+        bound_s = self._ageing.bound_s(view)
         workers = view.open_workers()
         if not workers.size:
             return []
         room = Room(view, workers)
         age_s = view.now_s - view.waiting.arrival_s
-        bound_s = self._config.age_bound_s
-        aged = age_s >= bound_s if bound_s > 0 else np.zeros(len(view.waiting), dtype=np.bool_)
+        aged = age_s >= bound_s
         pairs = self._start_aged(view, columns, room, np.flatnonzero(aged))
         young = np.flatnonzero(~aged)
         if not young.size or not room.residual.has_slot().any():
@@ -151,9 +153,7 @@ class ForwardLp:
                 return pairs + self._start_beside(view, columns, room, oldest_first[place:])
         return pairs
 
-    def _start_beside(
-        self, view: View, columns: Columns, room: Room, rows: IntArray
-    ) -> list[Pair]:
+    def _start_beside(self, view: View, columns: Columns, room: Room, rows: IntArray) -> list[Pair]:
         """Start those aged requests, oldest first, that fit beside what is reserved."""
         allowed = view.waiting.allowed(room.workers)[rows]
         age = -view.waiting.order[rows].astype(np.float64)

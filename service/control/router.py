@@ -45,6 +45,8 @@ from service.control.waiting import Entry, WaitingRoom, fit_to_fleet
 RATE_WINDOW = 256
 """Arrivals over which the arrival rate is measured."""
 TICK_MIN_S = 0.001
+IDLE_REFRESH_S = 1.0
+"""Time between two price refreshes while no request waits."""
 RETURNS_MAX = 8
 """Workers that may turn one request away before it is refused."""
 
@@ -122,7 +124,10 @@ class Router:
     def price_problem(self, now_s: float) -> PriceProblem | None:
         """Return an immutable snapshot to solve, when a price refresh is due; else None."""
         settings = self._config.prices
-        if settings.inline or now_s - self._asked_s < settings.refresh_s:
+        # With nobody waiting nothing is scarce: prices only have to fade, and an arrival at an
+        # idle fleet must not compete with their refresh.
+        pause_s = settings.refresh_s if len(self._waiting) else IDLE_REFRESH_S
+        if settings.inline or now_s - self._asked_s < pause_s:
             return None
         if self._config.policy is not PolicyName.ONLINE_LP or not len(self._fleet):
             return None

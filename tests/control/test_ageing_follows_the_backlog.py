@@ -1,0 +1,68 @@
+"""The relative age bound: a share of what first come first served would have made one wait."""
+
+from dataclasses import replace
+
+import pytest
+
+from service.control import ControlConfig, Left, Outcome, PriceConfig, Router
+from tests.control.driving import ask, router_with, spec, starts
+
+CONFIG = ControlConfig(
+    horizon_iterations=512,
+    age_bound_s=100.0,
+    age_factor=1.0,
+    age_floor_s=0.5,
+    age_memory_s=10.0,
+    max_wait_s=1e6,
+    prices=PriceConfig(zero=True),
+)
+
+
+def _busy(config: ControlConfig) -> Router:
+    """One worker of one slot at 0.01 s a token, taken; ten requests of 100 tokens wait.
+
+    Their decode work is 1,000 tokens, so draining them takes 10 s.
+    """
+    router = router_with(config, spec("w0", batch_limit=1, kv=10**6, iteration_s=0.01))
+    router.handle(ask("first", decode_tokens_hint=50), 0.0)
+    assert starts(router.tick(0.0)) == [("first", "w0")]
+    for index in range(10):
+        router.handle(ask(f"long{index}", decode_tokens_hint=100), 0.0)
+    router.tick(0.0)
+    return router
+
+
+def _who_is_next(router: Router, now_s: float) -> str:
+    """Free the slot, let a short request arrive in the same instant, and see who starts."""
+    router.tick(now_s - 0.001)
+    router.handle(ask("short", now_s, decode_tokens_hint=1), now_s)
+    router.handle(Left("first", Outcome.COMPLETED, 50), now_s)
+    return starts(router.tick(now_s))[0][0]
+
+
+@pytest.mark.parametrize(
+    ("factor", "now_s", "first"),
+    [
+        pytest.param(1.0, 4.0, "short", id="waited 4 s of a 10 s backlog: still overtaken"),
+        pytest.param(1.0, 11.0, "long0", id="waited longer than the backlog: goes first"),
+        pytest.param(0.3, 4.0, "long0", id="a smaller factor spares the tail"),
+        pytest.param(5.0, 11.0, "short", id="a larger one spares the mean"),
+        pytest.param(0.0, 99.0, "short", id="without a factor only the absolute bound counts"),
+        pytest.param(0.0, 100.0, "long0", id="which counts at last"),
+        pytest.param(50.0, 100.0, "long0", id="and caps every factor"),
+    ],
+)
+def test_a_request_goes_first_after_its_share_of_the_backlog(
+    factor: float, now_s: float, first: str
+) -> None:
+    assert _who_is_next(_busy(replace(CONFIG, age_factor=factor)), now_s) == first
+
+
+def test_the_bound_never_falls_below_its_floor() -> None:
+    config = replace(CONFIG, age_factor=0.001, age_floor_s=2.0)
+    assert _who_is_next(_busy(config), 1.9) == "short"
+    assert _who_is_next(_busy(config), 2.1) == "long0"
+
+
+def test_ageing_can_be_switched_off() -> None:
+    assert _who_is_next(_busy(replace(CONFIG, age_bound_s=0.0)), 1e5) == "short"
