@@ -5,8 +5,8 @@ What differs from the paper, and why (docs/decisions.md has the measurements):
 - recorded requests are re-timed as hypothetical arrivals over the look-ahead, so that the dual
   prices the capacity that future requests will want, not the slots that past ones had;
 - rewards are normalised so that they never saturate;
-- whoever waited its share of the backlog (aging.py) goes first, oldest first, and if nothing fits, room is reserved for
-  it on the worker that frees up soonest (later starts must end before, or fit beside it).
+- whoever waited its share of the backlog (aging.py) goes first, oldest first; if nothing fits, room
+  is reserved on the worker that frees up soonest (later starts end before, or fit beside it).
 """
 
 from __future__ import annotations
