@@ -26,6 +26,8 @@ COMPLETIONS_MAX_TOKENS: Final = 16
 PRIORITY_STEPS_MAX: Final = 6
 VALUE_MAX: Final = 2.0**PRIORITY_STEPS_MAX
 TENANT_CHARS_MAX: Final = 128
+COUNT_MAX: Final = 2**31
+"""Larger numbers of tokens or sequences tell the controller nothing more; the engine judges them."""
 
 Payload: TypeAlias = dict[str, object]
 
@@ -87,7 +89,7 @@ def read_headers(headers: RawHeaders) -> HeaderFacts:
     ttft_ms = _header_number(named, b"x-bidgate-ttft-ms", b"x-llm-d-slo-ttft-ms")
     wait_ms = _header_number(named, b"x-bidgate-max-wait-ms")
     return HeaderFacts(
-        decode_tokens_hint=None if tokens is None else math.ceil(tokens),
+        decode_tokens_hint=None if tokens is None else math.ceil(min(tokens, COUNT_MAX)),
         value=None if value is None else min(value, VALUE_MAX),
         tenant=tenant.decode("latin-1")[:TENANT_CHARS_MAX],
         ttft_bound_s=None if ttft_ms is None else ttft_ms / 1e3,
@@ -202,7 +204,7 @@ def _positive(payload: Payload, name: str) -> int | None:
         return None
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise BadRequestError(f"{name} must be an integer of at least 1", param=name)
-    return number
+    return min(number, COUNT_MAX)
 
 
 def _hint(payload: Payload, limit: int | None) -> int | None:
@@ -217,7 +219,7 @@ def _hint(payload: Payload, limit: int | None) -> int | None:
         for name in path:
             found = found.get(name) if isinstance(found, dict) else None
         if isinstance(found, int) and not isinstance(found, bool) and found >= 1:
-            return found
+            return min(found, COUNT_MAX)
     return None
 
 

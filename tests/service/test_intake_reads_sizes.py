@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from service.errors import BadRequestError
 from service.intake import (
+    COUNT_MAX,
     MESSAGE_TOKENS,
     OTHER_PART_TOKENS,
     BodyFacts,
@@ -91,6 +92,15 @@ def test_a_forecast_in_the_body_is_a_hint(fields: dict[str, object], hint: int |
 def test_branches_multiply_prompts() -> None:
     assert read(prompt=["a", "b"], n=3).sequences == 6
     assert read(prompt="a", n=2, best_of=5).sequences == 5
+
+
+def test_numbers_no_engine_can_mean_are_capped() -> None:
+    huge = "1" + "0" * 400
+    # Not a number is what makes the lenient parser read it, with integers of any size.
+    body = '{"max_tokens": H, "n": H, "nvext": {"agent_hints": {"osl": H}}, "seed": NaN}'
+    facts = read_body(body.replace("H", huge).encode(), chat=False)
+    assert facts.decode_tokens_limit == facts.decode_tokens_hint == facts.sequences == COUNT_MAX
+    assert read_headers([(b"x-bidgate-decode-tokens", b"1e300")]).decode_tokens_hint == COUNT_MAX
 
 
 @pytest.mark.parametrize(
