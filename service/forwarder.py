@@ -226,11 +226,12 @@ class _Relay:
         if events:
             if first(headers, b"x-accel-buffering") is None:
                 headers.append((b"x-accel-buffering", b"no"))
-            self._meter = SseMeter()
+            # Into compressed bytes no error event can be written, nor tokens counted in them.
+            self._meter = SseMeter() if plain else None
         await self._reply.start(response.status_code, headers)
         try:
             if self._meter is not None:
-                await self._pass_events(response, self._meter, count=plain)
+                await self._pass_events(response, self._meter)
             else:
                 await self._pass_body(response, count=plain)
         except BROKEN as error:
@@ -250,15 +251,14 @@ class _Relay:
                 await self._reply.write(gap + b"data: " + error.body() + b"\n\n")
                 await self._reply.end()
 
-    async def _pass_events(self, response: httpx.Response, meter: SseMeter, *, count: bool) -> None:
+    async def _pass_events(self, response: httpx.Response, meter: SseMeter) -> None:
         placement, reply, config = self.placement, self._reply, self._config
         expect = self.watchdog.expect
         assert isinstance(response.stream, httpx.AsyncByteStream)
         async for chunk in response.stream:
             expect(_unread, config.client_stall_timeout_s)
             seen = meter.tokens
-            if count:
-                meter.feed(chunk)
+            meter.feed(chunk)
             if meter.tokens != seen:
                 if not seen:
                     placement.first_token()
@@ -267,7 +267,7 @@ class _Relay:
             expect(self._late, config.stall_timeout_s)
         if meter.failed:
             placement.outcome = Outcome.FAILED
-        elif count and not meter.done:
+        elif not meter.done:
             raise WorkerBrokeError(f"worker {placement.worker_id} ended its stream early")
 
     async def _pass_body(self, response: httpx.Response, *, count: bool) -> None:

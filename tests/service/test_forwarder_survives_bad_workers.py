@@ -144,6 +144,22 @@ def test_a_stream_that_dies_ends_with_an_error_event_and_no_done(last: bytes, ga
     run_virtual(scenario())
 
 
+def test_a_compressed_stream_that_dies_is_cut_and_nothing_is_written_into_it() -> None:
+    async def handler(_: httpx.Request) -> httpx.Response:
+        response = stream((0.1, b"\x1f\x8b-not-really"), (0.1, httpx.ReadError("reset")))
+        response.headers["content-encoding"] = "gzip"
+        return response
+
+    async def scenario() -> None:
+        async with Stage({"a": answering(handler)}).open() as stage:
+            exchange = await stage.post(completion(stream=True))
+        assert exchange.body == b"\x1f\x8b-not-really"
+        assert not exchange.complete
+        assert stage.ends() == {"failed": 1}
+
+    run_virtual(scenario())
+
+
 def test_a_stream_that_just_ends_is_not_passed_off_as_complete() -> None:
     async def handler(_: httpx.Request) -> httpx.Response:
         return stream((0.1, event("a")))
