@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,10 +43,12 @@ class WatchConfig:
 
     def __post_init__(self) -> None:
         """Refuse pauses and limits that make no sense."""
-        if min(self.metrics_interval_s, self.health_interval_s, self.models_interval_s) <= 0:
-            raise ValueError("intervals must be positive")
-        if not 0 < self.reprobe_min_s <= self.reprobe_max_s:
-            raise ValueError("reprobe_min_s must be positive and at most reprobe_max_s")
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if spec.name.endswith("_s") and not value > 0:
+                raise ValueError(f"{spec.name} must be positive, got {value}")
+        if self.reprobe_min_s > self.reprobe_max_s:
+            raise ValueError("reprobe_min_s must be at most reprobe_max_s")
         if self.failures_to_down < 1 or not 0 <= self.jitter < 1:
             raise ValueError("failures_to_down must be at least 1 and jitter in [0, 1)")
 

@@ -233,7 +233,9 @@ class Settings(BaseSettings):
             return WorkerConfig(
                 worker_id=one.id or url.partition("://")[2],
                 url=url,
-                batch_limit=one.batch_limit or self.fleet.max_num_seqs,
+                batch_limit=(
+                    self.fleet.max_num_seqs if one.batch_limit is None else one.batch_limit
+                ),
                 kv_capacity_tokens=one.kv_capacity_tokens,
                 models=None if one.models is None else frozenset(one.models),
                 api_key=None if key is None else key.get_secret_value(),

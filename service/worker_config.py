@@ -39,3 +39,7 @@ class WorkerConfig:
             )
         if self.batch_limit < 1:
             raise ValueError(f"batch_limit must be at least 1, got {self.batch_limit}")
+        if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < 1:
+            raise ValueError(
+                f"kv_capacity_tokens must be at least 1, got {self.kv_capacity_tokens}"
+            )
