@@ -44,6 +44,14 @@ class Fleet:
             pytest.skip("the workers of BIDGATE_VLLM_URLS are not ours to kill")
         return self.owned[index]
 
+    def revive(self) -> None:
+        """Start dead processes of ours again, on their ports, and wait for their health."""
+        dead = [worker for worker in self.owned if not worker.alive]
+        for worker in dead:
+            worker.start()
+        for worker in dead:
+            worker.wait_healthy()
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,9 +69,16 @@ def served_model(url: str) -> str:
     return name
 
 
+@pytest.fixture
+def fleet(session_fleet: Fleet) -> Fleet:
+    """Healthy real workers, whatever the test before did to them."""
+    session_fleet.revive()
+    return session_fleet
+
+
 @pytest.fixture(scope="session")
-def fleet() -> Iterator[Fleet]:
-    """Two (BIDGATE_VLLM_COUNT) healthy real workers for the whole session."""
+def session_fleet() -> Iterator[Fleet]:
+    """Two (BIDGATE_VLLM_COUNT) real workers for the whole session."""
     batch_limit = int(os.environ.get("BIDGATE_VLLM_BATCH_LIMIT", "8"))
     named = os.environ.get("BIDGATE_VLLM_URLS", "").replace(",", " ").split()
     if named:

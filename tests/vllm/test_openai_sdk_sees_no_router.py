@@ -149,12 +149,12 @@ def bias_against_blanks(url: str) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def sides(fleet: Fleet) -> Iterator[Sides]:
+def sides(session_fleet: Fleet) -> Iterator[Sides]:
     """The first worker, direct and behind bidgate."""
-    url = fleet.urls[0]
+    url = session_fleet.urls[0]
     with (
         running_tee(url) as tee,
-        running_router([tee.url], batch_limit=fleet.batch_limit) as router,
+        running_router([tee.url], batch_limit=session_fleet.batch_limit) as router,
         side(url) as direct,
         side(router.url) as routed,
     ):

@@ -41,7 +41,7 @@ async def run_policy(fleet: Fleet, load: Overload, policy: str) -> Run:
             return Run(engines, answers, await router.page(http))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def overload(fleet: Fleet) -> Overload:
     """Twice as many clients as slots; a full batch of the longest would not fit the KV cache."""
     slots = fleet.batch_limit * len(fleet.urls)

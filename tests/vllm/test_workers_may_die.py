@@ -1,6 +1,6 @@
 """Engines that are killed, that hang on SIGTERM, that shut down in order, and that come back.
 
-These tests end processes, so each starts by reviving what the one before left dead.
+The tests end processes; the fleet fixture revives what the one before left dead.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
-
-import pytest
 
 from tests.vllm.engine import Stream, client, completion, eventually, stream
 from tests.vllm.router import Router, running_router, until_all_up, worker_id
@@ -29,6 +27,7 @@ GRACE_S = 6.0
 OUT_OF_ROTATION_MAX_S = 10.0
 FLAGS = ("--stall-timeout-s", str(STALL_TIMEOUT_S), "--reprobe-max-s", "1")
 LONG_TOKENS = 330
+SHUTDOWN_TIMEOUT_S = 30
 
 
 @dataclass(slots=True)
@@ -116,63 +115,10 @@ async def state_is(router: Router, http: httpx.AsyncClient, url: str, state: str
     return await eventually(seen, OUT_OF_ROTATION_MAX_S) is not None
 
 
-def revive(fleet: Fleet, shutdown_timeout_s: int = 0) -> None:
-    """Start dead workers again on their ports, and wait for their health."""
-    dead = [worker for worker in fleet.owned if not worker.alive]
-    for worker in dead:
-        worker.wait_dead(0.1)
-        worker.options = replace(worker.options, shutdown_timeout_s=shutdown_timeout_s)
-        worker.start()
-    for worker in dead:
-        worker.wait_healthy()
-
-
-async def test_a_killed_engine_costs_its_own_streams_and_is_used_again_when_it_is_back(
-    fleet: Fleet,
-) -> None:
-    victim = fleet.process(0)
-    revive(fleet)
-    slots = 4
-    queued = 12
-    with running_router(fleet.urls, batch_limit=slots, flags=FLAGS) as router:
-        async with client(router.url) as http:
-            await until_all_up(router, http, fleet.urls)
-            load = await put_load(http, fleet, slots * len(fleet.urls) + queued)
-            lost, waiting = load.on(victim.url), load.queued
-            assert lost
-            assert len(waiting) > 2 * slots
-            for pid in victim.engine_pids():
-                os.kill(pid, signal.SIGKILL)
-            await load.over(within_s=120.0)
-
-            hit = [answered for answered in load.on(victim.url) if not answered.complete]
-            assert {id(answered) for answered in hit} >= {id(answered) for answered in lost}
-            assert all(answered.seen.error is not None for answered in hit)
-            assert all(answered.complete for answered in load.answers if answered not in hit), (
-                "a request that was not on the dead engine failed"
-            )
-            # Those that took the places of the dead before anybody could know; the rest waited on.
-            assert sum(not answered.complete for answered in waiting) <= slots
-
-            assert await state_is(router, http, victim.url, "down")
-            page = await router.page(http)
-            assert page("bidgate_requests_ended_total", "failed") == len(hit)
-            assert page("bidgate_accounting_imbalance") == 0
-
-            victim.wait_dead()
-            revive(fleet, shutdown_timeout_s=30)
-            await until_all_up(router, http, fleet.urls)
-            again = await put_load(http, fleet, slots * len(fleet.urls))
-            await again.over(within_s=120.0)
-            assert again.on(victim.url)
-            assert all(answered.complete for answered in again.answers)
-
-
 async def test_streams_left_hanging_by_sigterm_end_with_an_error_after_the_stall_timeout(
     fleet: Fleet,
 ) -> None:
     victim = fleet.process(1)
-    revive(fleet)
     with running_router(fleet.urls, batch_limit=4, flags=FLAGS) as router:
         async with client(router.url) as http:
             await until_all_up(router, http, fleet.urls)
@@ -200,10 +146,51 @@ async def test_streams_left_hanging_by_sigterm_end_with_an_error_after_the_stall
     victim.wait_dead()
 
 
+async def test_a_killed_engine_costs_its_own_streams_and_is_used_again_when_it_is_back(
+    fleet: Fleet,
+) -> None:
+    victim = fleet.process(0)
+    slots = 4
+    queued = 12
+    with running_router(fleet.urls, batch_limit=slots, flags=FLAGS) as router:
+        async with client(router.url) as http:
+            await until_all_up(router, http, fleet.urls)
+            load = await put_load(http, fleet, slots * len(fleet.urls) + queued)
+            lost, waiting = load.on(victim.url), load.queued
+            assert lost
+            assert len(waiting) > 2 * slots
+            for pid in victim.engine_pids():
+                os.kill(pid, signal.SIGKILL)
+            await load.over(within_s=120.0)
+
+            hit = [answered for answered in load.answers if not answered.complete]
+            assert all(answered.seen.error is not None for answered in hit)
+            assert {answered.worker for answered in hit} <= {worker_id(victim.url), ""}
+            assert {id(answered) for answered in hit} >= {id(answered) for answered in lost}
+            # Those that took the places of the dead before anybody could know; the rest waited on.
+            assert sum(not answered.complete for answered in waiting) <= slots
+
+            assert await state_is(router, http, victim.url, "down")
+            page = await router.page(http)
+            assert page("bidgate_requests_ended_total", "failed") == len(hit)
+            assert page("bidgate_accounting_imbalance") == 0
+
+            victim.wait_dead()
+            victim.options = replace(victim.options, shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
+            fleet.revive()
+            await until_all_up(router, http, fleet.urls)
+            again = await put_load(http, fleet, slots * len(fleet.urls))
+            await again.over(within_s=120.0)
+            assert again.on(victim.url)
+            assert all(answered.complete for answered in again.answers)
+
+
 async def test_with_a_shutdown_timeout_every_stream_in_flight_is_completed(fleet: Fleet) -> None:
     victim = fleet.process(0)
-    if victim.options.shutdown_timeout_s == 0:
-        pytest.skip("needs the worker that an earlier test restarted with a shutdown timeout")
+    if not victim.options.shutdown_timeout_s:
+        victim.stop()
+        victim.options = replace(victim.options, shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
+        fleet.revive()
     alone = replace(fleet, urls=fleet.urls[:1])
     with running_router(alone.urls, batch_limit=4, flags=FLAGS) as router:
         async with client(router.url) as http:
