@@ -65,10 +65,11 @@ def admit(candidates: Candidates, residual: Residual) -> list[tuple[int, int]]:
 
     Source: [OLP] Algorithm 1, lines 10-16, and constraint (5).
     """
-    allowed = (candidates.margin > candidates.floor) & residual.fits(candidates.columns)
-    rows, workers = np.nonzero(allowed)
-    usable = allowed.any(axis=0)
     demand = residual.demand(candidates.columns)
+    allowed = residual.room(demand)
+    allowed &= candidates.margin > candidates.floor
+    rows, workers = allowed.nonzero()
+    usable = allowed.any(axis=0)
     waits = np.ones(len(candidates.arrival_order), dtype=np.bool_)
     admitted: list[tuple[int, int]] = []
     margins = candidates.margin[rows, workers]
@@ -76,12 +77,12 @@ def admit(candidates: Candidates, residual: Residual) -> list[tuple[int, int]]:
         row, worker = rows[block], workers[block]
         alive = waits[row] & residual.has_room(demand.take(row), worker)
         while alive.any():
-            at = int(np.argmax(alive))
+            at = int(alive.argmax())
             chosen = (int(row[at]), int(worker[at]))
             residual.subtract(candidates.columns, *chosen)
             admitted.append(chosen)
             waits[chosen[0]] = False
-            if not (residual.has_slot() & usable).any():
+            if not (usable & residual.has_slot()).any():
                 return admitted
             alive &= row != chosen[0]
             again = np.flatnonzero(alive & (worker == chosen[1]))
@@ -103,25 +104,27 @@ def admit_balanced(
     Differs: Algorithm 1 leaves ties between workers open; the lowest index would pile equal
     requests onto one worker, whose iterations then get longer.
     """
-    allowed = (candidates.margin > candidates.floor) & residual.fits(candidates.columns)
+    demand = residual.demand(candidates.columns)
+    allowed = residual.room(demand)
+    allowed &= candidates.margin > candidates.floor
     rows = np.flatnonzero(allowed.any(axis=1))
-    margin = np.where(allowed[rows], candidates.margin[rows], -np.inf)
-    demand = residual.demand(candidates.columns).take(rows)
     usable = allowed.any(axis=0)
+    margin = np.where(allowed[rows], candidates.margin[rows], -np.inf)
     admitted: list[tuple[int, int]] = []
     for block in by_decreasing(margin.max(axis=1, initial=-np.inf), candidates.arrival_order[rows]):
-        needs = demand.take(block)
-        fits = (margin[block] > -np.inf) & residual.room(needs)
+        fits, needs = allowed[rows[block]], demand.take(rows[block])
+        if admitted:
+            fits &= residual.room(needs)
         alive = fits.any(axis=1)
         while alive.any():
-            at = int(np.argmax(alive))
+            at = int(alive.argmax())
             row = int(rows[block[at]])
             worker = _preferred(
                 np.where(fits[at], margin[block[at]], -np.inf), preference * residual.batch[:, 0]
             )
             residual.subtract(candidates.columns, row, worker)
             admitted.append((row, worker))
-            if not (residual.has_slot() & usable).any():
+            if not (usable & residual.has_slot()).any():
                 return admitted
             fits[: at + 1] = False
             fits[:, worker] &= residual.has_room(needs, np.full(block.size, worker))
@@ -131,4 +134,4 @@ def admit_balanced(
 
 def _preferred(margin: FloatArray, liking: FloatArray) -> int:
     """The worker with the largest margin; the most liked, then the lowest index, breaks ties."""
-    return int(np.argmax(np.where(margin == margin.max(), liking, -np.inf)))
+    return int(np.where(margin == margin.max(), liking, -np.inf).argmax())

@@ -121,19 +121,25 @@ def in_whole_blocks(columns: Columns, block_tokens: FloatArray, horizon: Horizon
 
     Args:
         columns: n columns.
-        block_tokens: (n,) or scalar KV block size of the worker each is (or may be) on.
+        block_tokens: (n,) KV block size of the worker each is (or may be) on, or (1,) for all.
         horizon: of the buckets.
     """
     q = float(horizon.bucket_iterations)
-    aligned = np.remainder(q, block_tokens) == 0
-    tokens_at_edge = columns.footprint - columns.start
-    spare = np.where(aligned, np.remainder(-tokens_at_edge, block_tokens), block_tokens - 1.0)
-    end = columns.start + columns.steps
-    ends_at_edge = np.where(aligned & (block_tokens > 1), np.ceil(end / q) * q, end)
+    if block_tokens.size > 1 and block_tokens.min() == block_tokens.max():
+        block_tokens = block_tokens[:1]
+    aligned = (np.remainder(q, block_tokens) == 0) & (block_tokens > 1)
+    spare = block_tokens - 1.0
+    steps = columns.steps
+    if aligned.any():
+        tokens_at_edge = columns.footprint - columns.start
+        blocks = np.ceil(tokens_at_edge / block_tokens)
+        spare = np.where(aligned, blocks * block_tokens - tokens_at_edge, spare)
+        ends_at_edge = np.ceil((columns.start + steps) / q) * q
+        steps = np.where(aligned, ends_at_edge - columns.start, steps)
     return Columns(
         worker=columns.worker,
         start=columns.start,
-        steps=ends_at_edge - columns.start,
+        steps=steps,
         footprint=columns.footprint + spare,
         sequences=columns.sequences,
     )
@@ -292,7 +298,7 @@ class PrefixPrices:
         g, first, last = columns.worker, span.first, span.last
         before = np.maximum(last - 1, 0)
         batch, kv, edge = self.sums
-        cost = batch[g, last] - batch[g, first]
+        cost: FloatArray = batch[g, last] - batch[g, first]
         cost += (columns.footprint - columns.start) * (kv[g, last] - kv[g, first])
         cost += edge[g, before]
         cost -= edge[g, np.minimum(first, before)]
@@ -312,17 +318,16 @@ class PrefixPrices:
         span = _span(columns, self.horizon)
         first, last = span.first, span.last
         before = np.maximum(last - 1, 0)
-        batch, kv = self.sums[:2].take(last, axis=2)
-        edge = self.sums[2].take(before, axis=1)
+        cost, kv = self.sums[:2].take(last, axis=2)
+        edge: FloatArray = self.sums[2].take(before, axis=1)
         if first.any():
             batch_first, kv_first = self.sums[:2].take(first, axis=2)
-            batch -= batch_first
+            cost -= batch_first
             kv -= kv_first
             edge -= self.sums[2].take(np.minimum(first, before), axis=1)
-        cost = batch
         cost += (columns.footprint - columns.start) * kv
         cost += edge
         cost += self.kv_price.take(before, axis=1) * span.end
         cost *= columns.sequences
         cost[:, last <= first] = 0.0
-        return cost.T
+        return np.asarray(cost.T)

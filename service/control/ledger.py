@@ -162,7 +162,7 @@ class Ledger:
         frame = Frame(horizon=horizon, offset=offset, block_tokens=fleet.array("block_tokens"))
         known.enter(frame)
         # Requests that do not stream move with the clock, late ones with what was learned.
-        known.touch_all(np.flatnonzero(self._blind > 0))
+        known.touch_all(self._blind.nonzero()[0])
         if self._learned != self._predictor.version:
             self._learned = self._predictor.version
             known.touch_late()
@@ -189,11 +189,11 @@ class Ledger:
         place = np.full(len(fleet) + 1, -1, dtype=np.int64)
         place[workers] = np.arange(workers.size)
         at = place[table["worker"]]
-        kept = np.flatnonzero(at >= 0)
+        kept = (at >= 0).nonzero()[0]
         at = at[kept]
         produced = self._produced(kept, fleet, now_s)
         total = table["forecast"][kept]
-        late = np.flatnonzero(produced >= total)
+        late = (produced >= total).nonzero()[0]
         if late.size:
             rows = kept[late]
             left = self._predictor.remaining(
@@ -218,7 +218,7 @@ class Ledger:
         """Tokens so far; a request that does not stream is taken to decode at the worker's pace."""
         table = self._table
         produced = table["produced"][rows]
-        blind = np.flatnonzero(~table["streams"][rows])
+        blind = (~table["streams"][rows]).nonzero()[0]
         if blind.size:
             at = rows[blind]
             pace_s = fleet.array("iteration_s")[table["worker"][at]]

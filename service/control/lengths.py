@@ -53,15 +53,20 @@ class LengthPredictor:
     def __init__(self, default_tokens: int) -> None:
         self.version = 0
         self._grid = _grid()
+        # A cell is as wide as the step to the next grid point.
+        self._width = self._grid * (2.0 ** (1.0 / GRID_PER_OCTAVE) - 1.0)
         self._counts = np.zeros((2 + GROUPS_MAX, self._grid.size))
         self._pools: dict[str, int] = {}
-        self._mean_left = np.zeros_like(self._counts)
-        self._stale = np.ones(2 + GROUPS_MAX, dtype=np.bool_)
+        # Requests in a cell or a later one, and their tokens; one more entry that stays zero.
+        self._alive = np.zeros((2 + GROUPS_MAX, self._grid.size + 1))
+        self._work = np.zeros_like(self._alive)
         # Before anything is seen: an exponential around the default, worth one request.
         body = np.exp(-self._grid / default_tokens)
         self._counts[0] = np.append(body[:-1] - body[1:], body[-1]) + 1e-9
         self._counts[0] /= self._counts[0].sum()
         self._counts[1, GRID_PER_OCTAVE * (GRID_OCTAVES // 2)] = 1.0
+        self._sum_up(0)
+        self._sum_up(1)
         # Ratios live around 1: their grid is the same one, moved down by half its octaves.
         self._ratio_unit = 2.0 ** (GRID_OCTAVES // 2)
 
@@ -71,7 +76,7 @@ class LengthPredictor:
             tokens, pool, scale = request.decode_tokens_hint, 1, float(request.decode_tokens_hint)
         else:
             pool = self._pools.get(request.group, 0)
-            tokens, scale = round(self._left(pool)[0]), 1.0
+            tokens, scale = round(self._mean(pool)), 1.0
         if request.decode_tokens_limit is not None:
             tokens = min(tokens, request.decode_tokens_limit)
         return Forecast(max(1, tokens), pool, scale)
@@ -103,36 +108,39 @@ class LengthPredictor:
         """
         unit = np.where(pool == 1, self._ratio_unit / scale, 1.0)
         position = np.log2(np.maximum(produced * unit, 1.0)) * GRID_PER_OCTAVE
-        cell = np.clip(np.floor(position).astype(np.int64), 0, self._grid.size - 1)
-        for index in np.unique(pool).tolist():
-            self._left(index)
-        return np.asarray(np.maximum(self._mean_left[pool, cell] / unit, 1.0))
+        cell = np.minimum(position.astype(np.int64), self._grid.size - 1)
+        # Survivors of a cell are those in later ones; nothing has yet survived the first.
+        later = cell + (cell > 0)
+        alive, work = self._blended(pool, later)
+        grid, width = self._grid[cell], self._width[cell]
+        mean = np.divide(work, alive, out=grid + width, where=alive > 0)
+        left = np.where(cell > 0, np.maximum(mean - grid, width), mean)
+        return np.asarray(np.maximum(left / unit, 1.0))
+
+    def _mean(self, pool: int) -> float:
+        """Mean length of a pool."""
+        alive, work = self._blended(np.array([pool]), np.array([0]))
+        return float(work[0] / alive[0])
+
+    def _blended(self, pool: IntArray, cell: IntArray) -> tuple[FloatArray, FloatArray]:
+        """(n,) requests from a cell on, and their tokens; groups are shrunk towards pool 0."""
+        prior = np.where(pool >= 2, PRIOR_WEIGHT / self._alive[0, 0], 0.0)
+        alive = self._alive[pool, cell] + prior * self._alive[0, cell]
+        return alive, self._work[pool, cell] + prior * self._work[0, cell]
 
     def _count(self, pool: int, value: float) -> None:
         cell = round(float(np.log2(max(value, 1.0))) * GRID_PER_OCTAVE)
-        counts = self._counts[pool]
-        counts[min(cell, self._grid.size - 1)] += 1.0
-        if counts.sum() > MEMORY:
-            counts *= 0.5
-        self._stale[pool] = True
+        cell = min(cell, self._grid.size - 1)
+        self._counts[pool, cell] += 1.0
+        self._alive[pool, : cell + 1] += 1.0
+        self._work[pool, : cell + 1] += self._grid[cell]
+        if self._alive[pool, 0] > MEMORY:
+            self._counts[pool] *= 0.5
+            self._sum_up(pool)
         self.version += 1
-        if pool == 0:
-            self._stale[2:] = True
 
-    def _left(self, pool: int) -> FloatArray:
-        """(cells,) mean remaining length of survivors of each grid point; entry 0 is the mean."""
-        if self._stale[pool]:
-            counts = self._counts[pool]
-            if pool >= 2:
-                base = self._counts[0]
-                counts = counts + base * (PRIOR_WEIGHT / base.sum())
-            alive = np.cumsum(counts[::-1])[::-1]
-            work = np.cumsum((counts * self._grid)[::-1])[::-1]
-            # Survivors of cell c are those in later cells; the last cell leaves its own width.
-            later_alive, later_work = np.append(alive[1:], 0.0), np.append(work[1:], 0.0)
-            width = self._grid * (2.0 ** (1.0 / GRID_PER_OCTAVE) - 1.0)
-            mean = np.divide(later_work, later_alive, out=self._grid + width, where=later_alive > 0)
-            self._mean_left[pool] = np.maximum(mean - self._grid, width)
-            self._mean_left[pool, 0] = work[0] / alive[0]
-            self._stale[pool] = False
-        return np.asarray(self._mean_left[pool])
+    def _sum_up(self, pool: int) -> None:
+        """Make a pool's sums over later cells anew."""
+        counts = self._counts[pool]
+        self._alive[pool, :-1] = counts[::-1].cumsum()[::-1]
+        self._work[pool, :-1] = (counts * self._grid)[::-1].cumsum()[::-1]

@@ -206,7 +206,10 @@ class PublishedLp:
             return ahead
         kept = self._left_over
         if kept is None or len(kept.batch) != len(view.fleet):
-            kept = replace(view, horizon=moment.priced).capacity()
+            kept = Usage(
+                batch=capacity.batch.repeat(moment.priced.buckets, axis=1),
+                kv=capacity.kv.repeat(moment.priced.buckets, axis=1),
+            )
 
         def joined(past: FloatArray, future: FloatArray) -> FloatArray:
             return np.hstack([past[:, : moment.passed], future])[:, : moment.priced.buckets]

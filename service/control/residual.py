@@ -85,22 +85,20 @@ class Residual:
 
     def room(self, demand: Demand) -> BoolArray:
         """(n, g) whether each demand is met by each worker."""
-        before = np.maximum(demand.last - 1, 0)
-        met = demand.sequences <= np.take(self._batch_low, demand.last, axis=1)
-        met &= demand.peak <= np.take(self.kv, demand.last, axis=1)
+        met = demand.sequences <= self._batch_low.take(demand.last, axis=1)
+        met &= demand.peak <= self.kv.take(demand.last, axis=1)
         for sequences, rows in demand.by_sequences():
-            low = np.take(self._low(sequences), before[rows], axis=1)
-            met[:, rows] &= (demand.level[rows] <= low) | (demand.last[rows] == 0)
+            low = self._low(sequences).take(demand.last[rows], axis=1)
+            met[:, rows] &= demand.level[rows] <= low
         return met.T
 
     def has_room(self, demand: Demand, worker: IntArray) -> BoolArray:
         """(n,) whether each demand is met by one worker of its own."""
-        before = np.maximum(demand.last - 1, 0)
         met = demand.sequences <= self._batch_low[worker, demand.last]
         met &= demand.peak <= self.kv[worker, demand.last]
         for sequences, rows in demand.by_sequences():
-            low = self._low(sequences)[worker[rows], before[rows]]
-            met[rows] &= (demand.level[rows] <= low) | (demand.last[rows] == 0)
+            low = self._low(sequences)[worker[rows], demand.last[rows]]
+            met[rows] &= demand.level[rows] <= low
         return np.asarray(met)
 
     def has_slot(self) -> BoolArray:
@@ -120,7 +118,7 @@ class Residual:
         self.kv[worker, last - 1] += sequences * (last * q - end)
         self._batch_low[worker] = np.minimum.accumulate(self.batch[worker])
         for several, low in self._kv_low.items():
-            low[worker] = np.minimum.accumulate(self.kv[worker] - several * self._edges)
+            np.minimum.accumulate(self.kv[worker] - several * self._edges, out=low[worker, 1:])
 
     def reserve(self, columns: Columns, row: int, allowed: BoolArray) -> bool:
         """Set aside the earliest room for a column that fits nowhere now.
@@ -172,10 +170,12 @@ class Residual:
         return np.asarray(fits)
 
     def _low(self, sequences: float) -> FloatArray:
-        """(g, N) running minimum of free KV minus what so many sequences add by then."""
+        """(g, N + 1) minimum over earlier buckets of free KV less what so many sequences add."""
         low = self._kv_low.get(sequences)
         if low is None:
-            low = np.minimum.accumulate(self.kv - sequences * self._edges, axis=1)
+            low = np.full((self.kv.shape[0], self._horizon.buckets + 1), np.inf)
+            line = self.kv - sequences * self._edges
+            np.minimum.accumulate(line, axis=1, out=low[:, 1:])
             self._kv_low[sequences] = low
         return low
 

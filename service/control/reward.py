@@ -37,18 +37,22 @@ def start_reward(weights: Weights, times: StartTimes) -> FloatArray:
 
     Source: [OLP] 3.1, the overall positive reward after eq. (3).
     """
-    length = times.decode_tokens
-    started_in_time = times.waited < times.ttft_bound
-    ends_in_time = times.waited + length < times.e2e_bound
-    return np.asarray(
-        weights.throughput * np.minimum(length, times.left)
-        + weights.e2e * np.maximum(times.left - length, 0.0)
-        + weights.ttft * np.asarray(times.left)
-        + weights.queries
-        + weights.tail_e2e * ends_in_time
-        + weights.tail_ttft * started_in_time,
-        dtype=np.float64,
-    )
+    length, waited = times.decode_tokens, times.waited
+    reward = np.zeros(np.broadcast_shapes(length.shape, waited.shape))
+    # Weights of zero are common, and what they would weigh need not be worked out.
+    if weights.throughput:
+        reward += weights.throughput * np.minimum(length, times.left)
+    if weights.e2e:
+        reward += weights.e2e * np.maximum(times.left - length, 0.0)
+    if weights.ttft:
+        reward += weights.ttft * times.left
+    if weights.queries:
+        reward += weights.queries
+    if weights.tail_e2e:
+        reward += weights.tail_e2e * (waited + length < times.e2e_bound)
+    if weights.tail_ttft:
+        reward += weights.tail_ttft * (waited < times.ttft_bound)
+    return reward
 
 
 def largest_reward(weights: Weights, horizon_iterations: int) -> float:

@@ -114,7 +114,7 @@ class View:
             sequences=self.waiting.sequences,
         )
         # Workers may differ in block size; the largest is safe on all of them.
-        largest = self.fleet.block_tokens.max(initial=1.0)
+        largest = self.fleet.block_tokens.max(keepdims=True, initial=1.0)
         whole = in_whole_blocks(columns, largest, self.horizon)
         # Rounding up must not make a column that an empty worker holds larger than the worker.
         return replace(
@@ -122,26 +122,21 @@ class View:
         )
 
     def capacity(self, workers: IntArray | None = None) -> Usage:
-        """(w, N) B_g and M_g on every bucket, of some workers or of all; read-only."""
+        """(w, 1) B_g and M_g, the same on every bucket, of some workers or of all."""
         batch, kv = self.fleet.batch_limit, self.fleet.kv_capacity_tokens
         if workers is not None:
             batch, kv = batch[workers], kv[workers]
-        shape = (batch.size, self.horizon.buckets)
-        return Usage(
-            batch=np.broadcast_to(batch[:, None], shape), kv=np.broadcast_to(kv[:, None], shape)
-        )
+        return Usage(batch=batch[:, None], kv=kv[:, None])
 
-    def open_workers(self, engine_queue_empty: bool = True) -> IntArray:
-        """(w,) workers with a free batch slot that some waiting request may go to.
+    def open_workers(self) -> IntArray:
+        """(w,) startable workers: a free batch slot, an empty engine queue, wanted by someone.
 
         Nothing can start anywhere else, so a decision need not look there.
-
-        Args:
-            engine_queue_empty: leave out those with requests waiting inside the engine.
         """
         fleet = self.fleet
         free = self.waiting.reach.any(axis=0) & (fleet.batch_limit - fleet.outstanding >= 1)
-        return np.flatnonzero(free & fleet.engine_queue_empty if engine_queue_empty else free)
+        free &= fleet.engine_queue_empty
+        return np.asarray(free.nonzero()[0])
 
 
 class Policy(Protocol):
