@@ -2,7 +2,8 @@
 
 A targeted scan: a general parser costs about fifty times more (it builds every series), at ten
 scrapes a second of eight workers most of a core. Unknown stays None, because an absent series
-is not a zero. No I/O here; fleet.py fetches the pages and compares them.
+is not a zero. No I/O here: worker_probe.py fetches the pages,
+engine_reports.py compares them.
 """
 
 from __future__ import annotations

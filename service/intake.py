@@ -27,7 +27,7 @@ PRIORITY_STEPS_MAX: Final = 6
 VALUE_MAX: Final = 2.0**PRIORITY_STEPS_MAX
 TENANT_CHARS_MAX: Final = 128
 COUNT_MAX: Final = 2**31
-"""Larger numbers of tokens or sequences tell the controller nothing more; the engine judges them."""
+"""Larger numbers of tokens or sequences tell the controller nothing; the engine judges them."""
 
 Payload: TypeAlias = dict[str, object]
 
