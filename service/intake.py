@@ -139,6 +139,14 @@ def _parse_as_python(body: bytes) -> object:
         raise BadRequestError(f"the request body is not valid JSON: {error}") from error
 
 
+def _as_text(value: object) -> str:
+    """Write as JSON what orjson may refuse; it reads deeper nesting than json writes."""
+    try:
+        return json.dumps(value)
+    except RecursionError as error:
+        raise BadRequestError("the request body is nested too deeply") from error
+
+
 def _chat_prompt(payload: Payload) -> tuple[int, int]:
     messages = payload.get("messages")
     if messages is not None and not isinstance(messages, list):
@@ -146,7 +154,7 @@ def _chat_prompt(payload: Payload) -> tuple[int, int]:
     tokens = sum(MESSAGE_TOKENS + _content_tokens(message) for message in messages or ())
     for extra in ("tools", "functions"):
         if payload.get(extra):
-            tokens += _text_tokens(json.dumps(payload[extra]))
+            tokens += _text_tokens(_as_text(payload[extra]))
     return max(1, tokens), 1
 
 
@@ -236,7 +244,7 @@ def _without_kv_transfer(payload: Payload, body: bytes) -> bytes:
     exact = _parse_as_python(body)
     assert isinstance(exact, dict), "it was an object a moment ago"
     del exact["kv_transfer_params"]
-    return json.dumps(exact).encode()
+    return _as_text(exact).encode()
 
 
 def _header_number(headers: dict[bytes, bytes], *names: bytes) -> float | None:

@@ -94,6 +94,14 @@ def test_branches_multiply_prompts() -> None:
     assert read(prompt="a", n=2, best_of=5).sequences == 5
 
 
+@pytest.mark.parametrize(
+    "body", ['{"tools": %s}', '{"kv_transfer_params": %s}', '{"kv_transfer_params": 1, "a": %s}']
+)
+def test_nesting_beyond_reason_is_refused(body: str) -> None:
+    with pytest.raises(BadRequestError):
+        read_body((body % ("[" * 1020 + "]" * 1020)).encode(), chat=True)
+
+
 def test_numbers_no_engine_can_mean_are_capped() -> None:
     huge = "1" + "0" * 400
     # Not a number is what makes the lenient parser read it, with integers of any size.
