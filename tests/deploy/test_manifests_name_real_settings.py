@@ -95,6 +95,11 @@ def test_environment_variables_of_the_router_are_settings() -> None:
     check_environment({variable["name"]: "x" for variable in container["env"]})
 
 
+def test_the_cluster_adds_no_variables_that_would_be_unknown_settings() -> None:
+    pod = _one("router.yaml", "Deployment")["spec"]["template"]["spec"]
+    assert pod["enableServiceLinks"] is False
+
+
 @pytest.mark.parametrize("name", ["router.yaml", "vllm.yaml", "podmonitor.yaml"])
 def test_selectors_and_named_ports_find_their_pods(name: str) -> None:
     workloads = [
