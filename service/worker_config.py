@@ -6,6 +6,7 @@ Plain values, so that fleet and forwarder share them without knowing the setting
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,9 @@ class WorkerConfig:
             raise ValueError(
                 f"url must be http(s)://host[:port] with no trailing slash: {self.url}"
             )
+        if "@" in urlsplit(self.url).netloc:
+            # The worker's id, which clients and metrics see, is made from the URL.
+            raise ValueError("url must not hold credentials; api_key is for them")
         if self.batch_limit < 1:
             raise ValueError(f"batch_limit must be at least 1, got {self.batch_limit}")
         if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < 1:

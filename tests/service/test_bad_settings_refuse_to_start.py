@@ -224,6 +224,14 @@ def test_a_value_that_makes_no_sense_is_one_line(
     assert all(word in line for word in words)
 
 
+def test_credentials_in_a_url_are_refused_and_not_repeated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = complaint(capsys, "check-config", "--workers", "http://me:s3cret@a:1")
+    assert "api_key" in line
+    assert "s3cret" not in line
+
+
 def test_a_wrong_secret_is_not_repeated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = write(tmp_path / "b.yaml", "edge: {api_key: [s3cret]}")
     assert "s3cret" not in complaint(capsys, "serve", "--mock", "1", "--config", file)
