@@ -101,10 +101,10 @@ class Fleet:
             self._publish(WorkerGone(worker_id))
 
     def saw_failure(self, worker_id: str) -> None:
-        """A connection to the worker could not be opened: take it out until it answers again."""
+        """Requests to the worker fail: take it out until it answers a health check."""
         watch = self._watches.get(worker_id)
         if watch is not None:
-            watch.lose("a request could not connect")
+            watch.lose("requests to it fail")
 
     def models(self) -> dict[str, object]:
         """Return what the workers that are up serve, as an OpenAI model list.

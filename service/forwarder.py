@@ -49,6 +49,8 @@ class ForwardConfig:
         stall_timeout_s: longest silence within a response.
         client_stall_timeout_s: longest a client may leave a full buffer unread.
         retries_max: other workers tried when one cannot take a request.
+        failures_to_suspect: broken answers of a worker in a row that take it out of rotation until
+            its health is checked, so that a dying engine does not eat the queue.
     """
 
     connect_timeout_s: float = 3.0
@@ -57,6 +59,7 @@ class ForwardConfig:
     stall_timeout_s: float = 60.0
     client_stall_timeout_s: float = 60.0
     retries_max: int = 2
+    failures_to_suspect: int = 2
 
     def __post_init__(self) -> None:
         """Refuse bounds that are none."""
@@ -69,8 +72,8 @@ class ForwardConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.retries_max < 0:
-            raise ValueError(f"retries_max must not be negative, got {self.retries_max}")
+        if self.retries_max < 0 or self.failures_to_suspect < 1:
+            raise ValueError("retries_max must not be negative, failures_to_suspect at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,7 @@ class Forwarder:
         self._transports = transports
         self._config = config
         self._suspect = suspect
+        self._failures_in_a_row: Counter[str] = Counter()
         self._urls: dict[str, httpx.URL] = {}
         timeout_s = httpx.Timeout(None, connect=config.connect_timeout_s)
         self._extensions = {"timeout": timeout_s.as_dict()}
@@ -148,8 +152,19 @@ class Forwarder:
                 finally:
                     relay.watchdog.stop()
         except UpstreamError as error:
+            self._judge(placement.worker_id, broke=True)
             await relay.break_off(error)
             raise
+        self._judge(placement.worker_id, broke=relay.worker_broke)
+
+    def _judge(self, worker_id: str, *, broke: bool) -> None:
+        """Suspect a worker whose answers break one after the other; before its place is free."""
+        if not broke:
+            self._failures_in_a_row.pop(worker_id, None)
+            return
+        self._failures_in_a_row[worker_id] += 1
+        if self._failures_in_a_row[worker_id] >= self._config.failures_to_suspect:
+            self._suspect(worker_id)
 
     async def _open(self, call: Call, relay: _Relay) -> httpx.Response:
         placement = relay.placement
@@ -207,6 +222,7 @@ class _Relay:
     """One response on its way."""
 
     watchdog: Watchdog
+    worker_broke = False
 
     def __init__(self, placement: Placement, reply: Reply, config: ForwardConfig) -> None:
         self.placement = placement
@@ -223,6 +239,7 @@ class _Relay:
         events = (first(headers, b"content-type") or b"").startswith(b"text/event-stream")
         if response.status_code >= 400:
             self.placement.outcome = Outcome.FAILED
+        self.worker_broke = _is_broken(response.status_code)
         if events:
             if first(headers, b"x-accel-buffering") is None:
                 headers.append((b"x-accel-buffering", b"no"))
@@ -267,6 +284,7 @@ class _Relay:
             expect(self._late, config.stall_timeout_s)
         if meter.failed:
             placement.outcome = Outcome.FAILED
+            self.worker_broke = _is_broken(meter.error_code)
         elif not meter.done:
             raise WorkerBrokeError(f"worker {placement.worker_id} ended its stream early")
 
@@ -283,6 +301,11 @@ class _Relay:
 
     def _late(self) -> WorkerLateError:
         return WorkerLateError(f"worker {self.placement.worker_id} sent nothing for too long")
+
+
+def _is_broken(status: int) -> bool:
+    """Whether an answer speaks of a broken engine, not of a full one or of a wrong request."""
+    return status >= 500 and status not in BUSY_STATUSES
 
 
 def _unread() -> ClientGoneError:

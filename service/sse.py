@@ -35,12 +35,14 @@ class SseMeter:
         tokens: output tokens seen so far, all choices together.
         done: whether `[DONE]` came.
         failed: whether an error event came.
+        error_code: the code it carried, as HTTP means it; 0 when it carried none.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
         self.done = False
         self.failed = False
+        self.error_code = 0
         self._rest = b""
 
     @property
@@ -82,7 +84,10 @@ class SseMeter:
         except orjson.JSONDecodeError:
             return
         if isinstance(message, dict):
-            self.failed |= bool(message.get("error")) or message.get("object") == "error"
+            error = message.get("error")
+            self.failed |= bool(error) or message.get("object") == "error"
+            code = error.get("code") if isinstance(error, dict) else message.get("code")
+            self.error_code = code if isinstance(code, int) and self.failed else self.error_code
             choices = message.get("choices")
             self.tokens += isinstance(choices, list) and any(map(_bears_token, choices))
 

@@ -188,6 +188,62 @@ def test_an_error_event_of_the_engine_counts_as_failed_though_done_follows() -> 
     run_virtual(scenario())
 
 
+ENGINE_DEAD = b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n'
+ENGINE_FULL = b'data: {"error":{"message":"too many requests queued","code":503}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "suspects"), [(ENGINE_DEAD, ["a"]), (ENGINE_FULL, []), (event("x"), [])]
+)
+def test_two_streams_in_a_row_that_break_cast_suspicion_and_a_full_engine_does_not(
+    body: bytes, suspects: list[str]
+) -> None:
+    async def handler(_: httpx.Request) -> httpx.Response:
+        return stream((0.1, body), (0.0, DONE))
+
+    async def scenario() -> None:
+        async with Stage({"a": answering(handler)}).open() as stage:
+            await stage.post(completion(stream=True))
+            assert stage.suspects == []
+            await stage.post(completion(stream=True))
+        assert stage.suspects == suspects
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("status", "suspects"), [(500, ["a"]), (400, []), (503, [])])
+def test_plain_answers_of_a_broken_engine_cast_suspicion_and_refusals_do_not(
+    status: int, suspects: list[str]
+) -> None:
+    async def handler(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, json={"error": {"code": status}})
+
+    async def scenario() -> None:
+        stage = Stage({"a": answering(handler)}, forward=ForwardConfig(retries_max=0))
+        async with stage.open():
+            for _ in range(2):
+                await stage.post()
+        assert stage.suspects == suspects
+
+    run_virtual(scenario())
+
+
+def test_a_good_answer_between_two_broken_ones_clears_the_suspicion() -> None:
+    statuses = iter([500, 200, 500])
+
+    async def handler(_: httpx.Request) -> httpx.Response:
+        status = next(statuses)
+        return answer() if status == 200 else httpx.Response(status, json={"error": {}})
+
+    async def scenario() -> None:
+        async with Stage({"a": answering(handler)}).open() as stage:
+            for _ in range(3):
+                await stage.post()
+        assert stage.suspects == []
+
+    run_virtual(scenario())
+
+
 def test_a_plain_answer_that_breaks_off_is_cut_not_completed() -> None:
     async def handler(_: httpx.Request) -> httpx.Response:
         parts = TimedStream([(0.1, b'{"id":'), (0.1, httpx.ReadError("reset"))])
