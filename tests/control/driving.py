@@ -29,6 +29,7 @@ SMALL = ControlConfig(
     horizon_iterations=64,
     bucket_iterations=4,
     age_bound_s=2.0,
+    age_factor=0.0,
     queue_max=6,
     max_wait_s=20.0,
     no_worker_hold_s=5.0,
@@ -156,6 +157,7 @@ class PlainFleet:
     def tick(self) -> None:
         """Decide now, and refresh prices if that is wanted."""
         self._obey(self.router.tick(self.now_s))
+        self._measure()
         problem = self.router.price_problem(self.now_s)
         if problem is not None:
             self.router.adopt(problem.solve(), self.now_s)
@@ -174,6 +176,7 @@ class PlainFleet:
                 seen[request_id] = one.steps - prefill
         if seen:
             self.send(Progressed(seen))
+        self._measure()
 
     def _obey(self, commands: list[Command]) -> None:
         for command in commands:
@@ -186,7 +189,6 @@ class PlainFleet:
             )
             self.started_s[command.request_id] = self.now_s
             self.order.append((command.request_id, command.worker_id))
-        self._measure()
 
     def _measure(self) -> None:
         kv, batch = dict[str, int](), dict[str, int]()
