@@ -107,15 +107,14 @@ class LengthPredictor:
             (n,) E[o - d | o > d] >= 1, from each pool's survival function (spec section 7.3).
         """
         unit = np.where(pool == 1, self._ratio_unit / scale, 1.0)
-        position = np.log2(np.maximum(produced * unit, 1.0)) * GRID_PER_OCTAVE
+        reached = produced * unit
+        # What is on the grid must not fall below its own cell by rounding.
+        position = np.log2(np.maximum(reached, 1.0)) * GRID_PER_OCTAVE + 1e-9
         cell = np.minimum(position.astype(np.int64), self._grid.size - 1)
-        # Survivors of a cell are those in later ones; nothing has yet survived the first.
-        later = cell + (cell > 0)
-        alive, work = self._blended(pool, later)
-        grid, width = self._grid[cell], self._width[cell]
-        mean = np.divide(work, alive, out=grid + width, where=alive > 0)
-        left = np.where(cell > 0, np.maximum(mean - grid, width), mean)
-        return np.asarray(np.maximum(left / unit, 1.0))
+        # Survivors are those in later cells; before the first token that is everybody.
+        alive, work = self._blended(pool, cell + (reached >= 1.0))
+        mean = np.divide(work, alive, out=reached + self._width[cell], where=alive > 0)
+        return np.asarray(np.maximum((mean - reached) / unit, 1.0))
 
     def _mean(self, pool: int) -> float:
         """Mean length of a pool."""
