@@ -276,7 +276,7 @@ class RouterUnderAnyEvents(RuleBasedStateMachine):
         one = self.held[name]
         if self.send(Returned(name)):
             return
-        self.note_end_at(one.worker)
+        self.note_end_at(one.worker, one.request.sequences)
         if one.worker in self.workers:
             one.avoid.add(str(one.worker))
         one.worker, one.produced = None, 0
@@ -290,13 +290,13 @@ class RouterUnderAnyEvents(RuleBasedStateMachine):
     def leave(self, data: st.DataObject, outcome: Outcome, tokens: int | None) -> None:
         name = data.draw(st.sampled_from(sorted(self.held)))
         self.send(Left(name, outcome, tokens))
-        self.note_end_at(self.held[name].worker)
+        self.note_end_at(self.held[name].worker, self.held[name].request.sequences)
         self.end(name)
 
-    def note_end_at(self, worker_id: str | None) -> None:
+    def note_end_at(self, worker_id: str | None, sequences: int) -> None:
         worker = self.workers.get(str(worker_id))
         if worker is not None:
-            worker.engine_waiting = max(0, worker.engine_waiting - 1)
+            worker.engine_waiting = max(0, worker.engine_waiting - sequences)
 
     # Time.
 
