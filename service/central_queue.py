@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 from collections import deque
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -141,6 +141,7 @@ class CentralQueue:
         self._ticking = True
         self._tick_errors = 0
         self._event_errors = 0
+        self._fallbacks_told = (0, "")
         self._refused_at_door = 0
 
     @asynccontextmanager
@@ -170,15 +171,8 @@ class CentralQueue:
 
     def publish(self, event: Event) -> None:
         """Book an event of the fleet or of a placement, and decide soon."""
-        now_s = asyncio.get_running_loop().time()
-        try:
-            commands = self._router.handle(event, now_s)
-        except Exception:
-            self._event_errors += 1
-            self._log.exception("event_failed", event_type=type(event).__name__)
-        else:
-            self._obey(commands, now_s)
-        self._tick_soon()
+        with suppress(RouterBrokeError):
+            self._book(event)
 
     def note_progress(self, request_id: str, decode_tokens: int) -> None:
         """Remember tokens per sequence for the next tick; progress alone wakes no tick.
@@ -189,9 +183,13 @@ class CentralQueue:
         self._progress[request_id] = decode_tokens
 
     def take_back(self, request_id: str) -> None:
-        """Book that a started request waits again."""
+        """Book that a started request waits again.
+
+        Raises:
+            RouterBrokeError: it could not be booked, so nothing would ever start the request.
+        """
         self._progress.pop(request_id, None)
-        self.publish(Returned(request_id))
+        self._book(Returned(request_id))
 
     def drain(self) -> None:
         """Turn new requests away from now on; those inside end as they would."""
@@ -248,17 +246,25 @@ class CentralQueue:
         request = replace(request, request_id=f"r{next(self._ids)}")
         placement = Placement(self, request)
         self._held[request.request_id] = placement
+        try:
+            self._book(Arrived(request))
+        except RouterBrokeError:
+            del self._held[request.request_id]
+            raise
+        return placement
+
+    def _book(self, event: Event) -> None:
+        """Tell the router, obey its word, and decide soon."""
         now_s = asyncio.get_running_loop().time()
         try:
-            commands = self._router.handle(Arrived(request), now_s)
+            commands = self._router.handle(event, now_s)
         except Exception as error:
-            del self._held[request.request_id]
             self._event_errors += 1
-            self._log.exception("event_failed", event_type="Arrived")
+            self._log.exception("event_failed", event_type=type(event).__name__)
             raise RouterBrokeError("the router could not book the request") from error
+        finally:
+            self._tick_soon()
         self._obey(commands, now_s)
-        self._tick_soon()
-        return placement
 
     def _leave(self, placement: Placement) -> None:
         request_id = placement.request.request_id
@@ -291,31 +297,41 @@ class CentralQueue:
         loop = asyncio.get_running_loop()
         self.close()
         began_s = self.stopwatch()
+        fault: Exception | None = None
         try:
             next_s = self._decide(loop.time())
-            self._ticking = True
-        except Exception:
+        except Exception as error:
             self._tick_errors += 1
-            if self._ticking:
-                self._log.exception("tick_failed")
-            self._ticking = False
+            fault = error
             next_s = loop.time() + TICK_RETRY_S
+        news, self._ticking = self._ticking != (fault is None), fault is None
         duration_s = self.stopwatch() - began_s
         self._not_before_s = loop.time() + duration_s * (1 / self._config.tick_share_max - 1)
-        self._on_tick(duration_s)
         if next_s is not None:
             self._timer = loop.call_at(max(next_s, self._not_before_s), self._tick)
+        # The next tick is set before anything is told: a log that cannot be written stops nothing.
+        self._on_tick(duration_s)
+        if news and fault is not None:
+            self._log.error("tick_failed", exc_info=fault)
 
     def _decide(self, now_s: float) -> float | None:
         if self._progress:
             progress, self._progress = self._progress, {}
             self._obey(self._router.handle(Progressed(progress), now_s), now_s)
         self._obey(self._router.tick(now_s), now_s)
+        self._tell_of_fallbacks()
         if not self._refresher.busy:
             problem = self._router.price_problem(now_s)
             if problem is not None:
                 self._refresher.solve(problem, self._adopt)
         return self._router.next_tick_s(now_s)
+
+    def _tell_of_fallbacks(self) -> None:
+        """Say that the policy failed: at the first time, and whenever the fault is another one."""
+        count, fault = self._router.fallbacks
+        if count > self._fallbacks_told[0] and fault != self._fallbacks_told[1]:
+            self._log.error("policy_failed", fault=fault, fallback_ticks=count)
+        self._fallbacks_told = (count, fault)
 
     def _adopt(self, solution: PriceSolution) -> None:
         self._router.adopt(solution, asyncio.get_running_loop().time())

@@ -72,8 +72,11 @@ class ForwardConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.retries_max < 0 or self.failures_to_suspect < 1:
-            raise ValueError("retries_max must not be negative, failures_to_suspect at least 1")
+        if self.retries_max < 0:
+            raise ValueError(f"retries_max must not be negative, got {self.retries_max}")
+        if self.failures_to_suspect < 1:
+            given = self.failures_to_suspect
+            raise ValueError(f"failures_to_suspect must be at least 1, got {given}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

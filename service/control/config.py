@@ -97,6 +97,11 @@ class PriceConfig:
     averaged: bool = False
     zero: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse a learner that cannot learn."""
+        _require(self, at_least_1=("steps", "batch", "history_max"))
+        _require(self, not_negative=("step_size", "reward_normalizer", "refresh_s"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig:
@@ -140,3 +145,43 @@ class ControlConfig:
     no_worker_hold_s: float = 5.0
     decode_tokens_default: int = 256
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes and times that are none."""
+        _require(
+            self,
+            at_least_1=(
+                "horizon_iterations",
+                "bucket_iterations",
+                "queue_max",
+                "decode_tokens_default",
+            ),
+        )
+        _require(
+            self,
+            not_negative=(
+                "age_bound_s",
+                "age_factor",
+                "age_floor_s",
+                "max_wait_s",
+                "no_worker_hold_s",
+                "seed",
+            ),
+        )
+        if self.age_memory_s <= 0:
+            raise ValueError(f"age_memory_s must be positive, got {self.age_memory_s}")
+        if self.bucket_iterations > self.horizon_iterations:
+            raise ValueError("bucket_iterations must not exceed horizon_iterations")
+
+
+def _require(
+    config: PriceConfig | ControlConfig,
+    at_least_1: tuple[str, ...] = (),
+    not_negative: tuple[str, ...] = (),
+) -> None:
+    for name in at_least_1:
+        if not getattr(config, name) >= 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+    for name in not_negative:
+        if not getattr(config, name) >= 0:
+            raise ValueError(f"{name} must not be negative, got {getattr(config, name)}")

@@ -195,12 +195,12 @@ class FleetState:
             self._shapes.clear()
             self.version += 1
 
-    def own_end(self, g: int, now_s: float) -> None:
-        """Note that one of our own requests ended on worker g."""
+    def own_end(self, g: int, sequences: int, now_s: float) -> None:
+        """Note that the sequences of one of our own requests ended on worker g."""
         worker = self.workers[g]
-        worker.recent_ends_s.append(now_s)
+        worker.recent_ends_s.extend([now_s] * sequences)
         if worker.engine_waiting > 0:
-            worker.engine_waiting -= 1
+            worker.engine_waiting = max(0, worker.engine_waiting - sequences)
             self._mirror(g)
 
     def serves(self, model: str) -> BoolArray:

@@ -144,6 +144,11 @@ class Router:
         self._counters.price_refreshes += 1
         self._adopted_s = now_s
 
+    @property
+    def fallbacks(self) -> tuple[int, str]:
+        """Ticks decided by the fallback so far, and the fault behind the last of them."""
+        return self._counters.fallback_ticks, self._counters.last_fault
+
     def stats(self, now_s: float) -> RouterStats:
         """Counters and gauges for metrics and tests."""
         counters = self._counters
@@ -172,7 +177,9 @@ class Router:
             raise KeyError(f"request {request.request_id!r} is held already")
         self._counters.entered += 1
         self._arrivals_s.append(request.arrival_s)
-        wait_s = self._config.max_wait_s if request.max_wait_s is None else request.max_wait_s
+        wait_s = self._config.max_wait_s
+        if request.max_wait_s is not None:
+            wait_s = min(wait_s, request.max_wait_s)
         entry = Entry(
             request,
             self._predictor.forecast(request),
@@ -208,7 +215,7 @@ class Router:
         entry, worker, _ = self._ledger.end(request_id)
         if worker >= 0:
             entry.avoid.add(self._fleet.workers[worker].spec.worker_id)
-            self._fleet.own_end(worker, now_s)
+            self._fleet.own_end(worker, entry.sequences, now_s)
         self._counters.returns += 1
         entry.entered_s = now_s
         fit_to_fleet(entry, self._fleet)
@@ -226,7 +233,7 @@ class Router:
         else:
             entry, worker, seen = self._ledger.end(request_id)
             if worker >= 0:
-                self._fleet.own_end(worker, now_s)
+                self._fleet.own_end(worker, entry.sequences, now_s)
             if outcome is Outcome.COMPLETED:
                 tokens = seen if decode_tokens is None else decode_tokens
                 self._predictor.observe(entry.request, tokens)
@@ -277,11 +284,11 @@ class Router:
     def _decide(self, now_s: float) -> list[Pair]:
         view = self._view(now_s)
         try:
-            return self._policy.decide(view)
+            return _checked(self._policy.decide(view), view)
         except Exception as fault:  # the one place: a broken policy must not stop the service
             self._counters.fallback_ticks += 1
             self._counters.last_fault = repr(fault)
-            return self._fallback.decide(view)
+            return _checked(self._fallback.decide(view), view)
 
     def _start(self, pairs: list[Pair], now_s: float) -> list[Command]:
         ids = [(self._waiting.ids[row], worker) for row, worker in pairs]
@@ -358,3 +365,14 @@ class Router:
             )
             for g, worker in enumerate(fleet.workers)
         )
+
+
+def _checked(pairs: list[Pair], view: View) -> list[Pair]:
+    """Starts that can all be booked, or none: half-booked starts would lose requests."""
+    rows = [row for row, _ in pairs]
+    if len(set(rows)) != len(rows):
+        raise ValueError("a policy started one request twice")
+    for row, worker in pairs:
+        if not (0 <= row < len(view.waiting) and 0 <= worker < len(view.fleet)):
+            raise ValueError(f"a policy started request {row} on worker {worker}: no such pair")
+    return pairs
