@@ -265,10 +265,13 @@ def held_usage(columns: Columns, horizon: Horizon, workers: int) -> Usage:
 class PrefixPrices:
     """Prefix sums of prices, so that any column costs O(1).
 
+    Nothing is summed beyond the last bucket that has a price anywhere.
+
     Attributes:
         horizon: N buckets.
-        sums: (3, g, N + 1) running sums of batch price, KV price, and KV price x right edge.
-        kv_price: (g, N) the KV prices themselves.
+        sums: (3, g, L + 1) running sums of batch price, KV price, and KV price x right edge over
+            the L <= N buckets up to the last one that has a price; later sums equal the last.
+        kv_price: (g, min(L + 1, N)) the KV prices themselves, a zero at the end if L < N.
     """
 
     horizon: Horizon
@@ -278,13 +281,15 @@ class PrefixPrices:
     @staticmethod
     def of(prices: Usage, horizon: Horizon) -> PrefixPrices:
         """Sum once; used for every column of a decision."""
-        sums = np.empty((3, prices.batch.shape[0], horizon.buckets + 1))
+        priced = np.flatnonzero(prices.batch.any(axis=0) | prices.kv.any(axis=0))
+        reach = int(priced[-1]) + 1 if priced.size else 0
+        sums = np.empty((3, prices.batch.shape[0], reach + 1))
         sums[:, :, 0] = 0.0
         body = sums[:, :, 1:]
-        body[0], body[1] = prices.batch, prices.kv
-        np.multiply(prices.kv, horizon.right_edges, out=body[2])
+        body[0], body[1] = prices.batch[:, :reach], prices.kv[:, :reach]
+        np.multiply(body[1], horizon.right_edges[:reach], out=body[2])
         body.cumsum(axis=2, out=body)
-        return PrefixPrices(horizon, sums, prices.kv)
+        return PrefixPrices(horizon, sums, prices.kv[:, : reach + 1])
 
     def cost(self, columns: Columns) -> FloatArray:
         """Price n columns, each on its own worker: a^T p.
@@ -295,16 +300,19 @@ class PrefixPrices:
         Source: [OLP] eq. (10), by prefix sums over slots of p_bat, p_mem and slot x p_mem.
         """
         span = _span(columns, self.horizon)
+        reach = self.sums.shape[2] - 1
         g, first, last = columns.worker, span.first, span.last
         before = np.maximum(last - 1, 0)
+        price = self.kv_price[g, np.minimum(before, reach)]
+        first, last, before = (np.minimum(at, reach) for at in (first, last, before))
         batch, kv, edge = self.sums
         cost: FloatArray = batch[g, last] - batch[g, first]
         cost += (columns.footprint - columns.start) * (kv[g, last] - kv[g, first])
         cost += edge[g, before]
         cost -= edge[g, np.minimum(first, before)]
-        cost += self.kv_price[g, before] * span.end
+        cost += price * span.end
         cost *= columns.sequences
-        cost[last <= first] = 0.0
+        cost[span.last <= span.first] = 0.0
         return cost
 
     def cost_on_every_worker(self, columns: Columns) -> FloatArray:
@@ -315,19 +323,21 @@ class PrefixPrices:
 
         Source: [OLP] eq. (10).
         """
+        if self.sums.shape[2] == 1:
+            return np.zeros((columns.start.size, self.sums.shape[1]))
         span = _span(columns, self.horizon)
         first, last = span.first, span.last
         before = np.maximum(last - 1, 0)
-        cost, kv = self.sums[:2].take(last, axis=2)
-        edge: FloatArray = self.sums[2].take(before, axis=1)
+        cost, kv = self.sums[:2].take(last, axis=2, mode="clip")
+        edge: FloatArray = self.sums[2].take(before, axis=1, mode="clip")
         if first.any():
-            batch_first, kv_first = self.sums[:2].take(first, axis=2)
+            batch_first, kv_first = self.sums[:2].take(first, axis=2, mode="clip")
             cost -= batch_first
             kv -= kv_first
-            edge -= self.sums[2].take(np.minimum(first, before), axis=1)
+            edge -= self.sums[2].take(np.minimum(first, before), axis=1, mode="clip")
         cost += (columns.footprint - columns.start) * kv
         cost += edge
-        cost += self.kv_price.take(before, axis=1) * span.end
+        cost += self.kv_price.take(before, axis=1, mode="clip") * span.end
         cost *= columns.sequences
         cost[:, last <= first] = 0.0
         return np.asarray(cost.T)

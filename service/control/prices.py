@@ -112,20 +112,23 @@ class PriceProblem:
 
     def _step(self, prices: Usage, sample: IntArray) -> Usage:
         gradient = subgradient(self, prices, sample)
-        return Usage(
-            batch=np.maximum(prices.batch - self.step_size * gradient.batch, 0.0),
-            kv=np.maximum(prices.kv - self.step_size * gradient.kv, 0.0),
-        )
+        for slope, price in ((gradient.batch, prices.batch), (gradient.kv, prices.kv)):
+            slope *= -self.step_size
+            slope += price
+            np.maximum(slope, 0.0, out=slope)
+        return gradient
 
 
 def placed(problem: PriceProblem, prices: Usage, columns: Columns) -> tuple[Columns, FloatArray]:
     """Put each column where it is priced (its own worker, or the cheapest) and give its cost."""
-    per_token = Usage(batch=prices.batch, kv=prices.kv * problem.kv_scale)
-    prefix = PrefixPrices.of(per_token, problem.horizon)
     if not problem.any_worker:
-        return columns, prefix.cost(columns)
-    costs = prefix.cost_on_every_worker(columns)
-    cheapest = np.argmin(costs, axis=1)
+        per_token = Usage(batch=prices.batch, kv=prices.kv * problem.kv_scale)
+        return columns, PrefixPrices.of(per_token, problem.horizon).cost(columns)
+    priced = np.flatnonzero(prices.batch.any(axis=1) | prices.kv.any(axis=1))
+    per_token = Usage(batch=prices.batch[priced], kv=prices.kv[priced] * problem.kv_scale)
+    costs = np.zeros((columns.start.size, prices.batch.shape[0]))
+    costs[:, priced] = PrefixPrices.of(per_token, problem.horizon).cost_on_every_worker(columns)
+    cheapest = costs.argmin(axis=1)
     return columns.on_worker(cheapest), costs[np.arange(cheapest.size), cheapest]
 
 
@@ -135,12 +138,13 @@ def subgradient(problem: PriceProblem, prices: Usage, sample: IntArray) -> Usage
     Source: [OLP] eq. (8) and B.3 lines 11-17.
     """
     columns, cost = placed(problem, prices, problem.columns.take(sample))
-    accepted = (problem.rewards[sample] - cost > 0).astype(np.float64)
-    use = total_usage(columns, problem.horizon, prices.batch.shape[0], accepted)
-    return Usage(
-        batch=problem.scarcity.batch - use.batch / sample.size,
-        kv=problem.scarcity.kv - use.kv * (problem.kv_scale / sample.size),
-    )
+    accepted = columns.take(problem.rewards[sample] - cost > 0)
+    touched, place = np.unique(accepted.worker, return_inverse=True)
+    use = total_usage(accepted.on_worker(place), problem.horizon, touched.size)
+    gradient = Usage(batch=problem.scarcity.batch.copy(), kv=problem.scarcity.kv.copy())
+    gradient.batch[touched] -= use.batch / sample.size
+    gradient.kv[touched] -= use.kv * (problem.kv_scale / sample.size)
+    return gradient
 
 
 def saa_objective(problem: PriceProblem, prices: Usage) -> float:
