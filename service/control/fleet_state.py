@@ -164,7 +164,7 @@ class FleetState:
         worker = self.workers[g]
         self._take_limits(worker, report)
         if report.iteration_s is not None and report.iteration_s > 0:
-            worker.iteration_s += ITERATION_SMOOTHING * (report.iteration_s - worker.iteration_s)
+            worker.iteration_s = _smoothed_s(worker.iteration_s, report.iteration_s)
         if report.running is not None:
             ends = worker.ends_since(at_s - LAG_S)
             seen = report.running + (report.waiting or 0)
@@ -288,3 +288,13 @@ class OwnLoad:
 
     sequences: int
     kv_tokens: float
+
+
+def _smoothed_s(known_s: float, measured_s: float) -> float:
+    """Average iterations per second, not seconds per iteration.
+
+    Reports cover equal times, so one with a few long iterations stands for few: the mean of the
+    rates says how many iterations fit into a time, which is what the iteration time is used for.
+    """
+    rate = (1.0 - ITERATION_SMOOTHING) / known_s + ITERATION_SMOOTHING / measured_s
+    return 1.0 / rate

@@ -168,6 +168,17 @@ def test_iteration_time_moves_towards_what_is_measured_and_ignores_nonsense() ->
     assert before == pytest.approx(0.05, rel=0.01)
 
 
+def test_iteration_time_says_how_many_iterations_fit_into_a_time() -> None:
+    router = router_with(SMALL, spec(iteration_s=0.02))
+    for _ in range(20):
+        # A tenth of a second each: ten iterations, then one.
+        for iteration_s in (0.01, 0.1):
+            tell(router, 1.0, iteration_s=iteration_s)
+            learned_s = worker(router).iteration_s
+    # 11 iterations in 0.2 s are 18 ms each; the mean of the two reports would be 55 ms.
+    assert learned_s == pytest.approx(0.2 / 11, rel=0.2)
+
+
 def test_models_are_learned_from_reports() -> None:
     router = router_with(SMALL, spec(models=frozenset({"a"})))
     assert refusals(router.handle(ask("r", model="b"), 0.0)) == [("r", "unknown_model")]
