@@ -69,7 +69,12 @@ async def front_of(fleet: Fleet, *flags: str) -> AsyncIterator[Front]:
 async def read_on(front: Front, salt: int, seen: list[int]) -> None:
     """Read one stream and count its events in seen[salt]."""
     body = completion(
-        front.fleet.model, prompt_tokens=PROMPT_TOKENS, decode_tokens=DECODE_TOKENS, salt=salt
+        front.fleet.model,
+        prompt_tokens=PROMPT_TOKENS,
+        decode_tokens=DECODE_TOKENS,
+        salt=salt,
+        # On a busy machine several tokens share an event; with this each event says how many.
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
     )
     async for _ in lines_of(front.http, body):
         seen[salt] += 1
