@@ -17,6 +17,7 @@ from tests.deploy.commands import ROOT
 FAKE_MAKE = """\
 #!/usr/bin/env bash
 name=${1//-/_}
+[ "${PYTEST_ADDOPTS:-}" = --last-failed ] && name+=_again
 said=SAYS_$name status=ENDS_$name
 cat
 echo "${!said:-}"
@@ -93,11 +94,32 @@ def test_it_passes_and_counts_when_everything_passes(gate_with_vllm: Gate) -> No
 
 def test_a_failed_test_fails_it_and_lint_runs_all_the_same(gate: Gate) -> None:
     done = gate.run(
-        says_test="1 failed, 2 passed, 1 error in 0.10s", ends_test=2, says_lint="lint ran"
+        says_test="1 failed, 2 passed, 1 error in 0.10s",
+        ends_test=2,
+        says_test_again="1 failed, 1 error, 2 deselected in 0.10s",
+        ends_test_again=2,
+        says_lint="lint ran",
     )
     assert done.returncode == 1
     assert "lint ran" in done.stdout
     assert _last_line(done) == "tests: 2 passed, 2 failed, 0 skipped"
+
+
+def test_a_test_that_passes_alone_does_not_fail_it_and_is_told(gate: Gate) -> None:
+    done = gate.run(
+        says_test="1 failed, 2 passed in 0.10s",
+        ends_test=2,
+        says_test_again="1 passed, 2 deselected in 0.10s",
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^test +ok .*1 failed.*SECOND ATTEMPT.*1 passed", done.stdout, re.MULTILINE)
+    assert _last_line(done) == "tests: 3 passed, 0 failed, 0 skipped"
+
+
+def test_a_second_attempt_that_ends_without_a_word_fails_it(gate: Gate) -> None:
+    done = gate.run(says_test="1 failed, 2 passed in 0.10s", ends_test=2, says_test_again="")
+    assert done.returncode == 1
+    assert _last_line(done) == "tests: 2 passed, 1 failed, 0 skipped"
 
 
 def test_a_lint_finding_fails_it(gate: Gate) -> None:
@@ -139,7 +161,12 @@ def test_a_skip_of_real_vllm_fails_it_where_it_is_required(gate: Gate) -> None:
 
 
 def test_a_failure_against_real_vllm_fails_it(gate_with_vllm: Gate) -> None:
-    done = gate_with_vllm.run(says_test_vllm="1 failed, 4 passed in 60.00s", ends_test_vllm=2)
+    done = gate_with_vllm.run(
+        says_test_vllm="1 failed, 4 passed in 60.00s",
+        ends_test_vllm=2,
+        says_test_vllm_again="1 failed, 4 deselected in 9.00s",
+        ends_test_vllm_again=2,
+    )
     assert done.returncode == 1
     assert _last_line(done) == "tests: 7 passed, 1 failed, 0 skipped"
 
