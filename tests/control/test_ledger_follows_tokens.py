@@ -204,7 +204,7 @@ class LedgerBesideLoops(RuleBasedStateMachine):
         return naive_column(self.kernel, Placed(one.request, offset - done, 0), horizon)
 
 
-LedgerBesideLoops.TestCase.settings = settings(stateful_step_count=25)
+LedgerBesideLoops.TestCase.settings = settings(max_examples=20, stateful_step_count=25)
 TestTheLedgerKeptUpByEventsIsTheSumOverWhatRuns = LedgerBesideLoops.TestCase
 
 

@@ -18,7 +18,7 @@ from tests.control.instances import Placed, columns_of, naive_column, scaled, te
 from tests.control.lp_oracle import saa_minimum
 from tests.control.naive_olp import NaiveRequest, Recorded
 
-SEEDS = range(4)
+SEEDS = range(3)
 GAP_MAX = 0.01
 STEP_SIZE = 0.4
 SHRINKING = [1.6 / 2**stage for stage in range(8)]
