@@ -36,8 +36,8 @@ check: lint test ## everything that must pass before a commit
 bench: setup ## benchmarks into out/bench
 	@$(BIN)/bidgate-load bench all --out out/bench
 
-experiments: setup ## the paper's experiments and more, into out/experiments
-	@$(BIN)/bidgate-load experiments --out out/experiments
+experiments: setup ## the paper's experiments and more, reduced; docs/results anew (DATA=folder of recorded traces)
+	@$(BIN)/bidgate-load experiments --out out/experiments --docs docs/results $(if $(DATA),--data $(DATA))
 
 reference: setup ## write deploy/settings.yaml and the tables of settings and metrics again
 	@$(BIN)/python -m scripts.reference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from loadgen.experiments.document import Document
     from loadgen.experiments.experiment import Experiment, Plan
 
-REDUCED_SEEDS, REDUCED_REQUESTS = 2, 1000
+REDUCED_SEEDS, REDUCED_REQUESTS = 2, 800
 FULL_SEEDS, FULL_REQUESTS = 5, 3400
 
 
@@ -41,13 +42,12 @@ def execute(names: Sequence[str], out: Path, options: ExperimentOptions) -> None
     documents = read_documents(out, list(all_experiments()))
     if not documents:
         raise ValueError(f"{out} holds no results to render")
-    write_pages(documents, out)
+    written = write_pages(documents, out)
     page = write_html(documents, out)
     if options.docs is not None:
         options.docs.mkdir(parents=True, exist_ok=True)
-        for document in documents:
-            write_document(document, options.docs / f"{document.name}.json")
-        write_pages(documents, options.docs)
+        for path in [*written, *(out / f"{document.name}.json" for document in documents)]:
+            shutil.copy(path, options.docs / path.name)
     shown = {experiment.name for experiment in chosen}
     console = Console()
     console.print(_claims([document for document in documents if document.name in shown]))

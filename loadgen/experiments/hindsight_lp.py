@@ -4,9 +4,9 @@ Two relaxations make it small, and each only enlarges what is possible, so the o
 policy that serves all requests:
 - the workers are pooled into one of sum(B) slots and sum(M) tokens;
 - starts are grouped into buckets of q iterations. A start somewhere in a bucket is charged, for
-  every bucket and every group of buckets, the least that any start in that bucket would use there
-  (the use is unimodal in the start, so the least is at an end of the bucket), and its delay counts
-  from the start of the bucket. A start later than START_BUCKETS after the arrival uses nothing.
+  every span of GROUPS buckets, the least that any start in that bucket would use there (the use is
+  unimodal in the start, so the least is at an end of the bucket), and its delay counts from the
+  start of the bucket. A start later than START_BUCKETS after the arrival uses nothing.
 Requests may be split. Only for decode-only workers whose iterations all take the same time.
 
     min sum_jb x_jb delay_jb   or   max sum_jb x_jb [delay_jb <= bound]
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     FloatArray = npt.NDArray[np.float64]
     IntArray = npt.NDArray[np.int64]
 
-BUCKET_ITERATIONS = 20
-START_BUCKETS = 60
-GROUPS = (1, 8)
-"""Buckets in one constraint: single ones, and longer spans, in which the least use is sharper."""
+BUCKET_ITERATIONS = 10
+START_BUCKETS = 100
+GROUPS = (4, 32)
+"""Buckets in one constraint: short spans see peaks, in long ones the least use is sharper."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +185,7 @@ def _optimum(
         A_eq=once,
         b_eq=np.ones(once.shape[0]),
         bounds=(0.0, None),
-        method="highs-ipm",
+        method="highs-ds",
     )
     if not found.success:
         raise RuntimeError(f"the hindsight bound was not found: {found.message}")

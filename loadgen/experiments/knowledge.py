@@ -72,7 +72,14 @@ class Sweep:
 def staleness_plan(scale: Scale) -> Plan:
     """Reports come at intervals of their age; then the router is told a wrong pace."""
     book = RuleBook(ControlConfig(horizon_iterations=LMSYS_HORIZON, queue_max=100_000))
-    rules = [*book.heuristics()[::2], *book.strong()]
+    rules = [
+        book.heuristics()[2],
+        book.shortest_first(),
+        book.published(),
+        book.forward(),
+    ]
+    if scale.full:
+        rules += [book.heuristics()[0], book.first_come(), book.zero_prices()]
     case = Case(
         load=Load(load=1.0, requests=scale.requests),
         workers=with_pace_error(a100_fleet(4, BATCH_LIMIT, KV_TOKENS), 1.0),

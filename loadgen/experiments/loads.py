@@ -14,6 +14,7 @@ import numpy as np
 
 from loadgen.arrivals import RECORDED, parse_arrivals
 from loadgen.simulation_config import full_batch_iteration_s
+from loadgen.trace_errors import TraceError
 from loadgen.trace_record import TraceRequest
 from loadgen.traces import LMSYS_LIKE, Trace, open_trace
 from loadgen.workload import Prediction, WorkloadSpec, build_workload
@@ -106,7 +107,7 @@ def offered_load(requests: Sequence[TraceRequest], workers: Sequence[SimulatedWo
     """Decode tokens asked over those that all full batches give until the last arrival."""
     tokens = sum(request.decode_tokens for request in requests)
     capacity_per_s = sum(w.batch_limit / full_batch_iteration_s(w, requests) for w in workers)
-    return tokens / (requests[-1].arrival_s * capacity_per_s)
+    return tokens / (_span_s(requests) * capacity_per_s)
 
 
 def offered_kv_load(requests: Sequence[TraceRequest], workers: Sequence[SimulatedWorker]) -> float:
@@ -116,7 +117,7 @@ def offered_kv_load(requests: Sequence[TraceRequest], workers: Sequence[Simulate
         worker.machine().kv_capacity_tokens / full_batch_iteration_s(worker, requests)
         for worker in workers
     )
-    return asked / (requests[-1].arrival_s * capacity_per_s)
+    return asked / (_span_s(requests) * capacity_per_s)
 
 
 def kv_iterations(request: TraceRequest) -> float:
@@ -170,6 +171,17 @@ def _slice(trace: Trace, load: Load) -> Trace:
     """Let every seed see another part of a recorded trace."""
     skip = (load.seed - 1) % SLICES * load.requests
     return replace(trace, read=lambda seed: islice(trace.read(seed), skip, skip + load.requests))
+
+
+def _span_s(requests: Sequence[TraceRequest]) -> float:
+    """Seconds until the last arrival.
+
+    Raises:
+        TraceError: when all arrive at once, so that there is no load to speak of.
+    """
+    if not requests[-1].arrival_s > 0:
+        raise TraceError(f"all {len(requests)} requests arrive at once: take more of the trace")
+    return requests[-1].arrival_s
 
 
 def _stretched(requests: Sequence[TraceRequest], stretch: float) -> list[TraceRequest]:

@@ -130,7 +130,8 @@ def setting(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results
         "arrivals": f"Poisson, {scale.requests} requests from empty to empty",
         "tail bounds": f"t2' = {panels.TTFT_BOUND_PERIODS} periods (figure 13); "
         f"t1' = {panels.E2E_BOUND_PERIODS} periods (ours, the paper names none)",
-        "the paper's policy": "Algorithm 1 with prices refreshed in every period, rolling "
+        "the paper's policy": "Algorithm 1 with prices refreshed in every period (K = 1, step "
+        "size 0.0025, the best of price-step), rolling "
         "horizon of 2,048 periods in buckets of 16, rewards normalised so that they do not "
         "saturate",
         "refusals": "a request that waited 4,000 periods is refused and counts with that wait",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.ticker import LogLocator
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,6 +34,7 @@ DPI = 80
 PANEL_INCHES = (6.4, 4.0)
 LEGEND_INCHES = 0.55
 GRID = "#e4e4e4"
+LOG_LABELS = (1.0, 2.0, 5.0)
 
 
 def draw_chart(chart: Chart, folder: Path) -> Path:
@@ -85,6 +87,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.tick_params(labelsize=8)
     for axis, log in ((axes.xaxis, panel.log_x), (axes.yaxis, panel.log_y)):
         if log:
+            axis.set_major_locator(LogLocator(subs=LOG_LABELS))
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
     axes.grid(visible=True, axis="both" if panel.kind != "bars" else "y", color=GRID, lw=0.6)

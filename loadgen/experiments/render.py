@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from loadgen.experiments.document import Cell, Column, Document, Spread, read_document
+from loadgen.experiments.document import Cell, Claim, Column, Document, Spread, read_document
 from loadgen.experiments.pictures import draw_chart
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 INDEX_FILE = "README.md"
 PAGE_FILE = "experiments.html"
 NOTHING = "-"
+OURS = "ours"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
@@ -40,7 +41,8 @@ def write_pages(documents: Sequence[Document], folder: Path) -> list[Path]:
         page.write_text(_render("experiment.md.j2", document=document), encoding="utf-8")
         written.append(page)
     index = folder / INDEX_FILE
-    index.write_text(_render("index.md.j2", documents=documents), encoding="utf-8")
+    text = _render("index.md.j2", documents=documents, claims=sorted_claims(documents))
+    index.write_text(text, encoding="utf-8")
     return [*written, index]
 
 
@@ -55,6 +57,20 @@ def write_html(documents: Sequence[Document], folder: Path) -> Path:
     text = _render("experiments.html.j2", documents=documents, pictures=pictures)
     page.write_text(text, encoding="utf-8")
     return page
+
+
+def sorted_claims(documents: Sequence[Document]) -> list[tuple[Document, Claim]]:
+    """Claims of the paper in its order: figures, then tables, then what it says elsewhere."""
+    found = [(document, claim) for document in documents for claim in document.claims]
+    paper = [pair for pair in found if not pair[1].source.startswith(OURS)]
+    return sorted(paper, key=lambda pair: _place(pair[1].source))
+
+
+def _place(source: str) -> tuple[int, int]:
+    kind, _, rest = source.partition(" ")
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    order = {"Figure": 0, "Table": 1}.get(kind, 2)
+    return order, int(digits or 0)
 
 
 def cell_text(cell: Cell, column: Column) -> str:

@@ -19,6 +19,8 @@ SHORTEST_FIRST = "central_shortest_first"
 FIRST_COME = "central_fcfs"
 HINDSIGHT = "hindsight bound (LP)"
 
+PUBLISHED_STEPS, PUBLISHED_STEP = 1, 0.0025
+"""K and eta of the paper's policy, which the paper does not give: the best in price_step.py."""
 BLIND = frozenset(
     {
         PolicyName.ROUND_ROBIN,
@@ -101,7 +103,12 @@ class RuleBook:
 
     def published(self, weights: Weights | None = None, label: str = PUBLISHED) -> Rule:
         """The paper's policy to the letter: prices refreshed inside every period."""
-        prices = PriceConfig(variant=Variant.PUBLISHED, inline=True)
+        prices = PriceConfig(
+            variant=Variant.PUBLISHED,
+            inline=True,
+            steps=PUBLISHED_STEPS,
+            step_size=PUBLISHED_STEP,
+        )
         return self._priced(label, weights, prices)
 
     def zero_prices(self, weights: Weights | None = None) -> Rule:

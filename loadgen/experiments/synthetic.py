@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from loadgen.experiments.paper_figures import Drawn
 
 NAME = "synthetic"
-SHRINK = 0.7
+SHRINK = 0.6
 """The reduced grid sends this share of the usual number of requests."""
 
 
@@ -60,7 +60,9 @@ def plan(scale: Scale) -> Plan:
     """Choose the cases of every panel."""
     requests = scale.requests if scale.full else max(20, round(SHRINK * scale.requests))
     drawn = {
-        figure: tuple((panel, panel.lines(scale.seeds, requests)) for panel in parts)
+        figure: tuple(
+            (panel, panel.lines(scale.seeds, requests, bound=scale.full)) for panel in parts
+        )
         for figure, (_, parts) in figures().items()
     }
     cases = [case for parts in drawn.values() for _, lines in parts for case in all_cases(lines)]

@@ -72,7 +72,7 @@ def _report(scale: Scale, comparisons: Sequence[Comparison], results: Results) -
             "the sample offers the load exactly; the KV load is token-iterations over capacity",
             "requests": f"{scale.requests}, from empty to empty",
             "hindsight bound": "a linear program that knows all arrivals (workers pooled, starts "
-            "in buckets of 20 periods, both relaxations); a bound on the means and on the share "
+            "in buckets of 10 periods, both relaxations); a bound on the means and on the share "
             "within 49 periods, not a policy",
         },
         command=scale.command(NAME),
