@@ -7,7 +7,10 @@ conditional expected remaining length, one that ends early frees its slots at on
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from service.control.columns import (
     BoolArray,
@@ -140,6 +143,24 @@ class Ledger:
         self._make_room(worker + 1)
         return OwnLoad(int(self._sequences[worker]), float(self._kv_tokens[worker]))
 
+    def kv_ceiling_tokens(self, worker: int, spare_tokens: float) -> float:
+        """Most KV tokens that our requests on a worker will ever hold together, by their forecasts.
+
+        Infinity when one of them outlived its forecast or is not seen token by token, so that only
+        the calendar can tell.
+
+        Args:
+            worker: index g.
+            spare_tokens: what rounding to blocks and buckets may add to each sequence.
+        """
+        table = self._table
+        here = (table["worker"] == worker).nonzero()[0]
+        produced, forecast = table["produced"][here], table["forecast"][here]
+        if (produced >= forecast).any() or not table["streams"][here].all():
+            return float("inf")
+        tokens = table["prompt_tokens"][here] + forecast + spare_tokens
+        return float((table["sequences"][here] * tokens).sum())
+
     def occupancy(
         self,
         fleet: FleetState,
@@ -170,11 +191,7 @@ class Ledger:
         if due.size:
             columns, late = self._columns(fleet, now_s, frame, due)
             known.put(due, held_usage(columns, horizon, due.size), late)
-        used = known.rows(wanted)
-        return Usage(
-            batch=used.batch + fleet.array("foreign_active")[wanted, None],
-            kv=used.kv + fleet.array("foreign_kv")[wanted, None],
-        )
+        return known.plus(wanted, fleet.array("foreign_active"), fleet.array("foreign_kv"))
 
     def _columns(
         self, fleet: FleetState, now_s: float, frame: Frame, workers: IntArray
@@ -185,22 +202,21 @@ class Ledger:
             The columns, whose worker is a place in `workers`; and (w,) which workers hold one that
             outlived its forecast: its length is its conditional expectation (spec section 7.3).
         """
-        table = self._table
         place = np.full(len(fleet) + 1, -1, dtype=np.int64)
         place[workers] = np.arange(workers.size)
-        at = place[table["worker"]]
-        kept = (at >= 0).nonzero()[0]
-        at = at[kept]
-        produced = self._produced(kept, fleet, now_s)
-        total = table["forecast"][kept]
+        at = place[self._table["worker"]]
+        here = at >= 0
+        kept = slice(None) if here.all() else here.nonzero()[0]
+        at, held = at[kept], self._table.take(kept)
+        produced = self._produced(held, fleet, now_s)
+        total = held["forecast"].copy()
         late = (produced >= total).nonzero()[0]
         if late.size:
-            rows = kept[late]
             left = self._predictor.remaining(
-                table["pool"][rows], table["scale"][rows], produced[late]
+                held["pool"][late], held["scale"][late], produced[late]
             )
             total[late] = produced[late] + left
-        total = np.maximum(np.minimum(total, table["limit"][kept]), produced + 1.0)
+        total = np.maximum(np.minimum(total, held["limit"]), produced + 1.0)
         # A prefill counts as done when it has begun: whether it still runs cannot be known, and
         # taking it for done never understates the KV it holds.
         done = service_steps(self._kernel, produced)
@@ -208,23 +224,23 @@ class Ledger:
             worker=at,
             start=frame.offset - done,
             steps=service_steps(self._kernel, total),
-            footprint=kv_footprint(self._kernel, table["prompt_tokens"][kept]),
-            sequences=table["sequences"][kept],
+            footprint=kv_footprint(self._kernel, held["prompt_tokens"]),
+            sequences=held["sequences"],
         )
         whole = in_whole_blocks(columns, frame.block_tokens[workers][at], frame.horizon)
         return whole, np.bincount(at[late], minlength=workers.size) > 0
 
-    def _produced(self, rows: np.ndarray, fleet: FleetState, now_s: float) -> FloatArray:
+    def _produced(
+        self, held: dict[str, NDArray[Any]], fleet: FleetState, now_s: float
+    ) -> FloatArray:
         """Tokens so far; a request that does not stream is taken to decode at the worker's pace."""
-        table = self._table
-        produced = table["produced"][rows]
-        blind = (~table["streams"][rows]).nonzero()[0]
+        produced: FloatArray = held["produced"].copy()
+        blind = np.logical_not(held["streams"]).nonzero()[0]
         if blind.size:
-            at = rows[blind]
-            pace_s = fleet.array("iteration_s")[table["worker"][at]]
-            guess = np.floor((now_s - table["started_s"][at]) / pace_s)
-            produced[blind] = np.minimum(np.maximum(guess, 0.0), table["limit"][at] - 1.0)
-        return np.asarray(produced)
+            pace_s = fleet.array("iteration_s")[held["worker"][blind]]
+            guess = np.floor((now_s - held["started_s"][blind]) / pace_s)
+            produced[blind] = np.minimum(np.maximum(guess, 0.0), held["limit"][blind] - 1.0)
+        return produced
 
     def _make_room(self, workers: int) -> None:
         """Count for at least so many workers."""

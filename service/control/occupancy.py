@@ -83,6 +83,12 @@ class Occupancy:
         self._late[workers] = late
         self._stale[workers] = False
 
-    def rows(self, workers: IntArray) -> Usage:
-        """(w, N) copies of rows that are fresh."""
-        return Usage(batch=self._usage.batch[workers], kv=self._usage.kv[workers])
+    def plus(self, workers: IntArray, batch: FloatArray, kv: FloatArray) -> Usage:
+        """(w, N) rows that are fresh, with (g,) the same amounts added on every bucket."""
+        every: IntArray | slice = workers
+        if workers.size == self._stale.size:
+            every = slice(None)
+        return Usage(
+            batch=self._usage.batch[every] + batch[every, None],
+            kv=self._usage.kv[every] + kv[every, None],
+        )

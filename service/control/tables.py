@@ -34,6 +34,10 @@ class Table:
         """The live part of a column: a view, valid until the next add or remove."""
         return self._arrays[name][: len(self.keys)]
 
+    def take(self, rows: NDArray[np.int64] | slice) -> dict[str, NDArray[Any]]:
+        """Some rows of every column; views when the rows are a slice."""
+        return {name: array[: len(self.keys)][rows] for name, array in self._arrays.items()}
+
     def row(self, key: str) -> int:
         """Where a key's row is now."""
         return self._row[key]
