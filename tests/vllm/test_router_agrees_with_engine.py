@@ -30,7 +30,8 @@ ZERO_WITHIN_S = 3.0
 LOOKS = 6
 # Iteration times: how often and how long to look, and over how many looks bidgate smooths.
 LOOK_S = 0.1
-MEASURED_LOOKS = 25
+MEASURED_LOOKS = 20
+MEASURED_MIN = 4
 SMOOTHED_LOOKS = 8
 # Two reads of two processes are not at one instant; a busy machine makes the second one late.
 TRIES_PER_LOOK = 20
@@ -176,7 +177,10 @@ async def test_iteration_time_is_learned_within_15_percent_of_the_engines_own(
         name = worker_id(url)
         learned, told = [], []
         for (_, before), (page, now) in zip(looks, looks[SMOOTHED_LOOKS:], strict=False):
-            learned.append(page("bidgate_worker_iteration_seconds", name))
-            told.append(told_s(before[index], now[index]))
+            # A fast machine ends the streams while we look.
+            if now[index].running == REQUESTS_PER_WORKER:
+                learned.append(page("bidgate_worker_iteration_seconds", name))
+                told.append(told_s(before[index], now[index]))
+        assert len(told) >= MEASURED_MIN
         # Medians, as other programs on the machine make single iterations many times longer.
         assert statistics.median(learned) == pytest.approx(statistics.median(told), rel=0.15)

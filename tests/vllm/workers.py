@@ -108,7 +108,8 @@ def engine_environment() -> dict[str, str]:
     """The engine's settings: offline, one OpenMP thread, dev mode on (loopback only)."""
     return os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # vLLM 0.8 knows no "nobind": record_page.py is called with another value for it.
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
