@@ -119,7 +119,7 @@ def admit_balanced(
         while alive.any():
             at = int(alive.argmax())
             row = int(rows[block[at]])
-            worker = _preferred(
+            worker = preferred(
                 np.where(fits[at], margin[block[at]], -np.inf), preference * residual.batch[:, 0]
             )
             residual.subtract(candidates.columns, row, worker)
@@ -132,6 +132,6 @@ def admit_balanced(
     return admitted
 
 
-def _preferred(margin: FloatArray, liking: FloatArray) -> int:
+def preferred(margin: FloatArray, liking: FloatArray) -> int:
     """The worker with the largest margin; the most liked, then the lowest index, breaks ties."""
     return int(np.where(margin == margin.max(), liking, -np.inf).argmax())

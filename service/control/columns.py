@@ -291,6 +291,10 @@ class PrefixPrices:
         body.cumsum(axis=2, out=body)
         return PrefixPrices(horizon, sums, prices.kv[:, : reach + 1])
 
+    def of_workers(self, workers: IntArray) -> PrefixPrices:
+        """The sums of w workers, in the order given."""
+        return PrefixPrices(self.horizon, self.sums[:, workers], self.kv_price[workers])
+
     def cost(self, columns: Columns) -> FloatArray:
         """Price n columns, each on its own worker: a^T p.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.control.aging import AgeRule
-from service.control.assign import Candidates, admit_balanced
+from service.control.assign import Candidates, admit_balanced, preferred
 from service.control.columns import Columns, FloatArray, IntArray, PrefixPrices, Usage
 from service.control.config import ControlConfig
 from service.control.prices import History, PriceProblem, PriceSolution
@@ -47,6 +47,7 @@ class ForwardLp:
         self._promises: dict[int, _Promise] = {}
         self._last_recorded = 0
         self._solution: PriceSolution | None = None
+        self._prefix: PrefixPrices | None = None
         self._refreshes = 0
 
     def decide(self, view: View) -> list[Pair]:
@@ -57,6 +58,9 @@ class ForwardLp:
         workers = view.open_workers()
         if not workers.size:
             return []
+        alone = self._start_alone(view, columns, rewards, workers)
+        if alone is not None:
+            return [alone]
         room = Room(view, workers)
         age_s = view.now_s - view.waiting.arrival_s
         aged = age_s >= bound_s
@@ -77,6 +81,29 @@ class ForwardLp:
             candidates, room.residual, 1.0 / view.fleet.batch_limit[room.workers]
         )
         return pairs + [(int(young[row]), int(room.workers[worker])) for row, worker in started]
+
+    def _start_alone(
+        self, view: View, columns: Columns, rewards: FloatArray, workers: IntArray
+    ) -> Pair | None:
+        """Decide the case of light load without the calendar; None where it is needed.
+
+        One request waits, no room is promised to anyone, and the worker that the whole decision
+        would choose has room for it even if nobody there ever ends. The decision is the same, at
+        a fraction of its time.
+        """
+        if len(view.waiting) != 1 or self._promises:
+            return None
+        free = view.fleet.batch_limit[workers] - view.fleet.outstanding[workers]
+        allowed = view.waiting.allowed(workers)[0] & (free >= view.waiting.sequences[0])
+        if not allowed.any():
+            return None
+        margin = np.where(allowed, rewards[0] - self._cost(view, columns, workers)[0], -np.inf)
+        worker = int(workers[preferred(margin, (1.0 / view.fleet.batch_limit[workers]) * free)])
+        spare = float(view.fleet.block_tokens[worker]) + view.horizon.bucket_iterations + 1.0
+        one = float(columns.footprint[0] + columns.steps[0] + spare)
+        held = view.kv_ceiling_tokens(worker, spare)
+        room = float(view.fleet.kv_capacity_tokens[worker])
+        return (0, worker) if held + float(columns.sequences[0]) * one <= room else None
 
     def price_problem(self, view: View) -> PriceProblem | None:
         """Snapshot the dual whose columns are hypothetical arrivals over the look-ahead."""
@@ -117,6 +144,7 @@ class ForwardLp:
     def adopt(self, solution: PriceSolution) -> None:
         """Use these prices from now on."""
         self._solution = solution
+        self._prefix = None
 
     def natural_prices(self, worker_ids: tuple[str, ...]) -> tuple[FloatArray, FloatArray]:
         """(g,) price of one batch slot and of one KV token for one iteration, mean over buckets."""
@@ -193,10 +221,15 @@ class ForwardLp:
             self._promises = {o: p for o, p in self._promises.items() if o in waiting}
 
     def _cost(self, view: View, columns: Columns, workers: IntArray) -> FloatArray:
-        prices = self._prices(view)
-        scale = kv_scale(view.fleet.kv_capacity_tokens)
-        per_token = Usage(batch=prices.batch[workers], kv=prices.kv[workers] * scale)
-        return PrefixPrices.of(per_token, view.horizon).cost_on_every_worker(columns)
+        """(n, w) cost of starting each column on some workers; prices are summed once."""
+        solution = self._solution
+        if solution is None or solution.worker_ids != view.fleet.worker_ids:
+            return np.zeros((columns.start.size, workers.size))
+        if self._prefix is None or self._prefix.horizon != view.horizon:
+            prices = solution.prices
+            per_token = Usage(batch=prices.batch, kv=prices.kv * solution.kv_scale)
+            self._prefix = PrefixPrices.of(per_token, view.horizon)
+        return self._prefix.of_workers(workers).cost_on_every_worker(columns)
 
     def _record(self, view: View, columns: Columns, rewards: FloatArray) -> None:
         """Remember every request once, the first time a decision sees it."""

@@ -306,6 +306,10 @@ class Router:
         def occupancy(horizon: Horizon, offset: float, workers: IntArray | None) -> Usage:
             return self._ledger.occupancy(fleet, now_s, horizon, offset, workers)
 
+        def kv_ceiling_tokens(worker: int, spare_tokens: float) -> float:
+            own_tokens = self._ledger.kv_ceiling_tokens(worker, spare_tokens)
+            return own_tokens + fleet.workers[worker].foreign_kv
+
         return View(
             now_s=now_s,
             kernel=self._config.kernel,
@@ -321,6 +325,7 @@ class Router:
                 engine_queue_empty=fleet.engine_queue_empty(now_s),
             ),
             occupancy=occupancy,
+            kv_ceiling_tokens=kv_ceiling_tokens,
             arrivals_per_s=self._arrivals_per_s(now_s),
         )
 

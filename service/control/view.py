@@ -92,6 +92,9 @@ class View:
         waiting, fleet: the arrays.
         occupancy: gives what started requests hold on a look-ahead whose left edge lies some
             iterations before now: (w, N) for some workers, (g, N) for None; computed on demand.
+        kv_ceiling_tokens: most KV that a worker's started requests will ever hold, others' load
+            included, given what rounding may add to a sequence; infinity when that cannot be told
+            cheaply.
         arrivals_per_s: measured arrival rate.
     """
 
@@ -101,6 +104,7 @@ class View:
     waiting: Waiting
     fleet: FleetView
     occupancy: Callable[[Horizon, float, IntArray | None], Usage]
+    kv_ceiling_tokens: Callable[[int, float], float]
     arrivals_per_s: float
 
     def columns(self, start: float = 0.0) -> Columns:
