@@ -13,6 +13,8 @@ PAGES = sorted((Path(__file__).parents[1] / "vllm" / "pages").glob("*.txt"))
 # What record_page.py sent to every version before it read the page.
 REQUESTS = 12
 DECODE_TOKENS = 40
+# Their pages come from a registry that several processes share, which does not tell it.
+WITHOUT_START_TIME = ("0.8.5.post2",)
 
 
 def by_the_general_parser(page: str) -> dict[str, float]:
@@ -33,7 +35,7 @@ def test_a_recorded_page_tells_all_that_a_report_needs(path: Path) -> None:
     page = parse_engine_page(path.read_bytes())
     told = page.total
     assert page.malformed_lines == 0
-    assert page.process_start_s is not None
+    assert (page.process_start_s is None) == (path.stem in WITHOUT_START_TIME)
     assert [name for name in EngineSample.__slots__ if getattr(told, name) is None] == []
 
 
