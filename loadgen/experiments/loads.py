@@ -169,7 +169,7 @@ def _drawn(load: Load, rate_per_s: float | None) -> list[TraceRequest]:
 
 def _slice(trace: Trace, load: Load) -> Trace:
     """Let every seed see another part of a recorded trace."""
-    skip = (load.seed - 1) % SLICES * load.requests
+    skip = max(0, load.seed - 1) % SLICES * load.requests
     return replace(trace, read=lambda seed: islice(trace.read(seed), skip, skip + load.requests))
 
 

@@ -1,0 +1,82 @@
+"""The hindsight bound is one: no policy does better, whatever binds, and it is not idle either."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadgen.experiments.cases import Case, run_case
+from loadgen.experiments.fleets import PERIOD_S, a100_fleet, period_control, unit_fleet
+from loadgen.experiments.hindsight_lp import hindsight_bounds
+from loadgen.experiments.loads import Load, build_requests
+from loadgen.experiments.rules import RuleBook
+from service.control.config import PolicyName
+
+TOLERANCE = 1e-6
+BOUND_S = 0.2
+BOOK = RuleBook(period_control())
+POLICIES = (
+    BOOK.plain(PolicyName.LEAST_OUTSTANDING),
+    BOOK.shortest_first(age_bound_s=0.0),
+    BOOK.zero_prices(),
+    BOOK.forward(),
+)
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    load=st.sampled_from((0.6, 1.0, 1.6)),
+    kv_tokens=st.sampled_from((900, 1200, 4000)),
+    trace=st.sampled_from(("lmsys-like", "fixed:30x40")),
+    seed=st.integers(1, 10_000),
+)
+def test_no_policy_beats_hindsight(load: float, kv_tokens: int, trace: str, seed: int) -> None:
+    sent = Load(trace=trace, load=load, requests=30, seed=seed)
+    fleet = unit_fleet(2, 4, 2 * kv_tokens)
+    bound = run_case(Case(load=sent, workers=fleet, rule=BOOK.hindsight(), ttft_bound_s=BOUND_S))
+    for rule in POLICIES:
+        case = Case(load=sent, workers=fleet, rule=rule, ttft_bound_s=BOUND_S)
+        achieved = run_case(case).values
+        assert achieved["share_refused"] == 0
+        for key in ("ttft_mean_s", "e2e_mean_s"):
+            assert bound.values[key] <= achieved[key] + TOLERANCE
+        assert bound.values["share_within"] >= achieved["share_within"] - TOLERANCE
+
+
+def bound_s(load: float, slots: int, kv_tokens: int = 100_000) -> float:
+    fleet = unit_fleet(1, slots, kv_tokens)
+    requests = build_requests(Load(load=load, requests=100, seed=5), fleet)
+    return hindsight_bounds(requests, fleet, BOUND_S)["ttft_mean_s"]
+
+
+def test_an_idle_fleet_has_the_first_token_after_one_iteration() -> None:
+    assert bound_s(0.05, 8) == pytest.approx(PERIOD_S)
+
+
+def test_the_bound_knows_that_slots_and_memory_are_scarce() -> None:
+    light, heavy = bound_s(0.5, 8), bound_s(1.5, 8)
+    assert heavy > 10 * light
+    assert bound_s(0.5, 8, kv_tokens=1000) > 10 * light
+
+
+def test_the_bound_comes_close_to_shortest_first_under_overload() -> None:
+    fleet = unit_fleet(2, 8, 40_000)
+    sent = Load(load=1.3, requests=200, seed=2)
+    bound = hindsight_bounds(build_requests(sent, fleet), fleet, BOUND_S)["ttft_mean_s"]
+    rule = BOOK.shortest_first(age_bound_s=0.0)
+    achieved = run_case(Case(load=sent, workers=fleet, rule=rule)).values["ttft_mean_s"]
+    assert 0.5 * achieved < bound <= achieved
+
+
+def test_fleets_that_the_relaxation_does_not_fit_are_refused() -> None:
+    requests = build_requests(Load(load=1.0, requests=10), unit_fleet(2, 4, 4000))
+    fast, slow = unit_fleet(2, 4, 4000)
+    for fleet, says in (
+        (a100_fleet(2, 4), "constant pace"),
+        ((fast, replace(slow, iteration_factor=2.0)), "one pace"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            hindsight_bounds(requests, fleet, BOUND_S)

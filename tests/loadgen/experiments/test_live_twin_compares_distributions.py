@@ -1,0 +1,50 @@
+"""The twin of a live run: the same requests in virtual time, and when two distributions agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from loadgen.demo import build_demo_workload
+from loadgen.experiments.document import Verdict
+from loadgen.experiments.live_twin import Twin, simulated_twin, twin_claim, twin_spec
+from loadgen.outcomes import End
+from service.control.config import PolicyName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def twin(live: np.ndarray, simulated: np.ndarray) -> Twin:
+    return Twin("round_robin", tuple(live.tolist()), tuple(simulated.tolist()), 0.3)
+
+
+def test_twins_agree_within_the_tolerance_and_not_beyond() -> None:
+    waits = np.random.default_rng(1).exponential(0.2, 400)
+    assert twin_claim(twin(waits, waits)).verdict is Verdict.CONFIRMED
+    assert twin_claim(twin(waits + 0.004, waits)).verdict is Verdict.CONFIRMED
+    assert twin_claim(twin(waits * 1.6, waits)).verdict is Verdict.NOT_REPRODUCED
+    spread = np.where(waits < 0.2, 0.01, waits * 1.3)
+    assert twin_claim(twin(spread, waits)).verdict is Verdict.NOT_REPRODUCED
+
+
+def test_the_simulated_twin_serves_the_live_runs_requests(tmp_path: Path) -> None:
+    spec = twin_spec(tmp_path, 3.0, seed=1)
+    requests = build_demo_workload(spec)
+    for policy in (PolicyName.LEAST_OUTSTANDING, PolicyName.ONLINE_LP):
+        records = simulated_twin(policy, spec, requests)
+        assert [record.arrival_s for record in records] == [r.arrival_s for r in requests]
+        assert {record.outcome for record in records} == {End.COMPLETED}
+
+
+def test_a_faster_cluster_has_a_faster_twin(tmp_path: Path) -> None:
+    spec = twin_spec(tmp_path, 2.0, seed=1)
+    fast = replace(spec, cluster=replace(spec.cluster, time_scale=4.0))
+    requests = build_demo_workload(spec)
+    mean_e2e_s = [
+        np.mean([r.e2e_s for r in simulated_twin(PolicyName.ROUND_ROBIN, each, requests)])
+        for each in (spec, fast)
+    ]
+    assert mean_e2e_s[1] < mean_e2e_s[0] / 3

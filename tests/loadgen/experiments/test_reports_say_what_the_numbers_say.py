@@ -1,0 +1,225 @@
+"""Reports from results nobody simulated: every page renders, and verdicts follow the numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from loadgen.experiments import panels, paper_figures, synthetic, tiers, tradeoff
+from loadgen.experiments.document import (
+    Chart,
+    Panel,
+    Series,
+    Verdict,
+    read_document,
+    rounded,
+    write_document,
+)
+from loadgen.experiments.experiment import Line, Scale
+from loadgen.experiments.judge import TIE, Comparison, Target, verdict
+from loadgen.experiments.pictures import draw_chart
+from loadgen.experiments.registry import all_experiments, choose
+from loadgen.experiments.render import read_documents, write_html, write_pages
+from loadgen.experiments.rules import FORWARD, PUBLISHED
+from tests.loadgen.experiments.invented import invented_results
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from loadgen.experiments.document import Document
+
+SCALE = Scale(seeds=(1, 2), requests=100)
+SIMULATED = [name for name, each in all_experiments().items() if name != "live-twin"]
+
+
+def report(name: str, waits_s: dict[str, float], scale: Scale = SCALE) -> Document:
+    plan = all_experiments()[name].plan(scale)
+    return plan.report(invented_results(plan.cases, waits_s))
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every experiment's document, and one picture in place of all of them."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name in SIMULATED:
+        document = report(name, {PUBLISHED: 0.5, FORWARD: 0.4})
+        write_document(document, folder / f"{name}.json")
+    without = [
+        replace(each, charts=each.charts if each.name == "tiers" else ())
+        for each in read_documents(folder, SIMULATED)
+    ]
+    write_pages(without, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_every_experiment_has_a_page_with_each_row_of_its_tables(pages: Path, name: str) -> None:
+    document = read_document(pages / f"{name}.json")
+    page = (pages / f"{name}.md").read_text()
+    assert document.name == name
+    assert document.asked in page
+    assert document.command in page
+    for table in document.tables:
+        widths = {len(row.cells) for row in table.rows} | {len(table.columns)}
+        assert len(widths) == 1
+        for row in table.rows:
+            assert f"| {row.label} |" in page
+
+
+def test_a_document_is_read_back_as_it_was_written(pages: Path, tmp_path: Path) -> None:
+    for name in SIMULATED:
+        document = read_document(pages / f"{name}.json")
+        write_document(document, tmp_path / "again.json")
+        assert (tmp_path / "again.json").read_bytes() == (pages / f"{name}.json").read_bytes()
+
+
+def test_something_else_is_no_document(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"name": "x"}')
+    with pytest.raises(ValueError, match="no experiment document"):
+        read_document(path)
+
+
+def test_the_index_lists_every_figure_and_table_of_the_paper_once_and_in_order(
+    pages: Path,
+) -> None:
+    index = (pages / "README.md").read_text()
+    figures = [int(number) for number in re.findall(r"^\| Figure (\d+) \|", index, re.MULTILINE)]
+    assert figures == list(range(2, 25))
+    assert re.findall(r"^\| (Table \d) \|", index, re.MULTILINE) == ["Table 1", "Table 2"]
+
+
+def test_the_page_for_people_holds_pictures_and_commands(pages: Path) -> None:
+    documents = [
+        replace(each, charts=each.charts if each.name == "tiers" else ())
+        for each in read_documents(pages, SIMULATED)
+    ]
+    page = write_html(documents, pages).read_text()
+    assert page.count("data:image/png;base64,") == 1
+    for document in documents:
+        assert document.command in page
+
+
+def test_every_chart_can_be_drawn_and_is_small(tmp_path: Path) -> None:
+    for name in ("yardsticks", "trade-off", "failure"):
+        for chart in report(name, {PUBLISHED: 0.5}).charts:
+            picture = draw_chart(chart, tmp_path)
+            assert 2_000 < picture.stat().st_size < 100_000
+
+
+def test_a_chart_with_holes_is_drawn(tmp_path: Path) -> None:
+    series = (Series("a", (1.0, 2.0, 5.0), (1.0, None, 2.0)), Series("b", (1.0,), (None,)))
+    panel = Panel(kind="lines", title="t", x_label="x", y_label="y", series=series, log_x=True)
+    assert draw_chart(Chart("holes", "t", (panel,)), tmp_path).is_file()
+
+
+def test_recorded_traces_that_are_not_there_are_skipped_and_said_so() -> None:
+    document = report("recorded", {})
+    assert len(document.skipped) == 3
+    assert "azure2023_conv.csv.gz" in document.skipped[0]
+    assert document.tables == ()
+
+
+def test_the_papers_router_is_confirmed_where_it_wins_everything() -> None:
+    document = report("real-data", {PUBLISHED: 0.5})
+    assert {claim.verdict for claim in document.claims} == {Verdict.CONFIRMED}
+
+
+def test_the_papers_router_is_not_reproduced_where_it_loses_everything() -> None:
+    document = report("real-data", {PUBLISHED: 2.0})
+    assert {claim.verdict for claim in document.claims} == {Verdict.NOT_REPRODUCED}
+
+
+def test_losing_to_one_baseline_is_losing() -> None:
+    document = report("table-1", {PUBLISHED: 0.5, "least_outstanding": 0.4})
+    assert document.claims[0].verdict is Verdict.NOT_REPRODUCED
+    assert "least_outstanding" in document.claims[0].evidence
+
+
+def test_improvement_is_relative_to_round_robin_and_positive_when_better() -> None:
+    table = report("table-1", {PUBLISHED: 0.5}).tables[0]
+    row = next(row for row in table.rows if row.label == PUBLISHED)
+    gains = {
+        column.title: cell.value for column, cell in zip(table.columns, row.cells, strict=True)
+    }
+    ttft, tokens = gains["mean TTFT"], gains["tokens per period"]
+    assert ttft is not None
+    assert ttft.mean == pytest.approx(50.0)
+    assert tokens is not None
+    assert tokens.mean == pytest.approx(100 * (2 / 1.5 - 1), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ours_s", "expected"),
+    [(0.1, Verdict.CONFIRMED), (5.0, Verdict.NOT_REPRODUCED)],
+)
+def test_a_reserve_that_is_better_in_both_beats_the_shipped_policy(
+    ours_s: float, expected: Verdict
+) -> None:
+    document = report("tiers", {FORWARD: ours_s})
+    assert {claim.verdict for claim in document.claims} == {expected}
+    assert len(document.claims) == len(tiers.MIXES)
+
+
+def test_a_rising_share_confirms_figure_13_and_a_falling_one_does_not() -> None:
+    plan = tradeoff.tail_weight_plan(SCALE)
+    rising = {
+        label: 1.0 / (1 + step)
+        for name in (PUBLISHED, FORWARD)
+        for step, label in enumerate(f"{name}, ζ2 = {zeta:g}" for zeta in tradeoff.ZETAS)
+    }
+    falling = {label: 1.0 / wait for label, wait in rising.items()}
+    for waits, expected in ((rising, Verdict.CONFIRMED), (falling, Verdict.NOT_REPRODUCED)):
+        document = plan.report(invented_results(plan.cases, waits))
+        assert {claim.verdict for claim in document.claims} == {expected}
+
+
+def comparison(*gains: float) -> Comparison:
+    mean = sum(gains) / len(gains)
+    return Comparison(Target("x", "x"), 1.0 - mean, "rival", 1.0, gains)
+
+
+def test_verdicts_need_a_margin_and_every_seed() -> None:
+    assert verdict([comparison(0.2, 0.1)]) is Verdict.CONFIRMED
+    assert verdict([comparison(0.2, -0.1)]) is Verdict.CONDITIONS
+    assert verdict([comparison(0.2), comparison(TIE / 2)]) is Verdict.CONDITIONS
+    assert verdict([comparison(0.2), comparison(-0.2)]) is Verdict.CONDITIONS
+    assert verdict([comparison(0.2), comparison(-0.2), comparison(-0.2)]) is Verdict.NOT_REPRODUCED
+    assert verdict([comparison(TIE / 2)]) is Verdict.NOT_REPRODUCED
+
+
+def test_every_panel_of_the_papers_comparison_figures_is_there() -> None:
+    real, made = paper_figures.figures(), synthetic.figures()
+    assert sorted(real) == [2, *range(4, 13), 14, 15, 16]
+    assert sorted(made) == list(range(17, 25))
+    assert all(len(parts) == 2 for _, parts in (real | made).values())
+    noisy = [f for f, (_, parts) in real.items() if parts[0].prediction.value == "noisy"]
+    assert noisy == [10, 11, 12, 14, 15, 16]
+    assert {panel.rate for _, parts in real.values() for panel in parts} == {0.4, 0.5}
+
+
+def test_weights_are_read_as_the_paper_writes_them() -> None:
+    found = panels.weights("1/27,1/2048,1/2048,5,1,1")
+    assert found.throughput == pytest.approx(1 / 27)
+    assert found.e2e == found.ttft == 1 / 2048
+    assert (found.queries, found.tail_e2e, found.tail_ttft) == (5.0, 1.0, 1.0)
+    assert found.ttft_bound_s == pytest.approx(0.49)
+
+
+def test_an_unknown_experiment_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean 'tiers'"):
+        choose(["tier"])
+
+
+def test_a_line_without_the_measure_says_so() -> None:
+    plan = all_experiments()["table-1"].plan(SCALE)
+    item = Line("nobody", plan.cases[:1])
+    with pytest.raises(KeyError, match="nobody has no colour"):
+        item.mean("colour", invented_results(plan.cases, {}))
+
+
+def test_numbers_are_kept_to_four_digits() -> None:
+    assert [rounded(v) for v in (0.0, 1234567.0, 0.000123456)] == [0.0, 1235000.0, 0.0001235]
