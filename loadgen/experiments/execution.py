@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from loadgen.experiments.document import Document
     from loadgen.experiments.experiment import Experiment, Plan
 
-REDUCED_SEEDS, REDUCED_REQUESTS = 2, 800
+REDUCED_SEEDS, REDUCED_REQUESTS = 2, 600
 FULL_SEEDS, FULL_REQUESTS = 5, 3400
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Results: TypeAlias = Mapping[Case, Measured]
 
-MISSING = "not run"
+FEWER = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,11 @@ class Scale:
     requests: int = 1000
     full: bool = False
     data: Path | None = None
+
+    @property
+    def fewer(self) -> int:
+        """Requests of the experiments that need less, in reduced grids."""
+        return self.requests if self.full else max(4, round(FEWER * self.requests))
 
     def command(self, name: str) -> str:
         """Write the command line that makes an experiment again; the data folder as DIR."""

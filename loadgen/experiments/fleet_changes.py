@@ -52,7 +52,7 @@ def unequal_plan(scale: Scale) -> Plan:
     book = RuleBook(period_control())
     rules = [*book.heuristics(), book.true_jsq(), *book.strong()]
     case = Case(
-        load=Load(load=UNEQUAL_LOAD, requests=scale.requests),
+        load=Load(load=UNEQUAL_LOAD, requests=scale.fewer),
         workers=unequal_fleet(),
         rule=rules[0],
         ttft_bound_s=49 * PERIOD_S,
@@ -71,7 +71,7 @@ def _unequal_report(scale: Scale, item: Comparison, results: Results) -> Documen
             "fleet": "iterations of 7, 10 and 16 ms with B = 25 and M = 10,000; 10 ms with half of "
             "both; decode only; the router is told each worker's pace and measures it",
             "load": f"LMSYS-like lengths, Poisson, {UNEQUAL_LOAD:g} of all slots, exact prediction",
-            "requests": str(scale.requests),
+            "requests": str(scale.fewer),
             "periods": "of 10 ms",
         },
         command=scale.command("unequal"),
@@ -87,9 +87,9 @@ def failure_plan(scale: Scale) -> Plan:
     book = RuleBook(period_control())
     rules = [*book.heuristics(), *book.strong()]
     rate_per_s = FAILURE_LOAD * 4 * BATCH_LIMIT / MEAN_ANSWER_TOKENS * PER_PERIOD
-    third_s = scale.requests / rate_per_s / 3
+    third_s = scale.fewer / rate_per_s / 3
     case = Case(
-        load=Load(load=FAILURE_LOAD, requests=scale.requests),
+        load=Load(load=FAILURE_LOAD, requests=scale.fewer),
         workers=unit_fleet(4, BATCH_LIMIT, KV_TOKENS),
         rule=rules[0],
         outages=(Outage(worker_id="w1", down_s=round(third_s, 2), up_s=round(2 * third_s, 2)),),
@@ -126,7 +126,7 @@ def _failure_report(scale: Scale, item: Comparison, results: Results) -> Documen
             f"waits in it, comes back empty after two thirds; known {DETECT_S:g} s later",
             "load": f"{FAILURE_LOAD:g} of four workers, so {FAILURE_LOAD * 4 / 3:.2f} of three",
             "lost requests": "have no latency; their share is in the table",
-            "requests": str(scale.requests),
+            "requests": str(scale.fewer),
         },
         command=scale.command("failure"),
         seeds=scale.seeds,

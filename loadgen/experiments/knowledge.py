@@ -81,7 +81,7 @@ def staleness_plan(scale: Scale) -> Plan:
     if scale.full:
         rules += [book.heuristics()[0], book.first_come(), book.zero_prices()]
     case = Case(
-        load=Load(load=1.0, requests=scale.requests),
+        load=Load(load=1.0, requests=scale.fewer),
         workers=with_pace_error(a100_fleet(4, BATCH_LIMIT, KV_TOKENS), 1.0),
         rule=rules[0],
         ttft_bound_s=1.0,
@@ -137,7 +137,7 @@ def _staleness_report(scale: Scale, sweeps: Sequence[Sweep], results: Results) -
         setting={
             "fleet": f"4 workers, Llama-3-8B on A100, B = {BATCH_LIMIT}, M = {KV_TOKENS:,}, "
             "prompts computed by the workers",
-            "load": f"LMSYS-like lengths, Poisson, load 1.0, exact prediction, {scale.requests} "
+            "load": f"LMSYS-like lengths, Poisson, load 1.0, exact prediction, {scale.fewer} "
             "requests",
             "age": f"a report is seen this long after it was true; scrapes at intervals of the "
             f"age, at least {SCRAPE_S:g} s; tokens of the router's own streams are seen at once",
@@ -158,7 +158,7 @@ def prediction_plan(scale: Scale) -> Plan:
     book = RuleBook(period_control())
     rules = [*book.heuristics()[::2], *book.strong()]
     case = Case(
-        load=Load(load=1.05, requests=scale.requests),
+        load=Load(load=1.05, requests=scale.fewer),
         workers=unit_fleet(4, BATCH_LIMIT, KV_TOKENS),
         rule=rules[0],
         ttft_bound_s=49 * PERIOD_S,
@@ -179,7 +179,7 @@ def _prediction_report(scale: Scale, sweep: Sweep, results: Results) -> Document
         answers=_ends(sweep, results),
         setting={
             "fleet": f"4 workers, B = {BATCH_LIMIT}, M = {KV_TOKENS:,}, decode only",
-            "load": f"LMSYS-like lengths, Poisson, load 1.05, {scale.requests} requests",
+            "load": f"LMSYS-like lengths, Poisson, load 1.05, {scale.fewer} requests",
             "within w": "forecast uniform in 1 - w to 1 + w times the length",
             "none": "no forecast: the router pools the lengths it has seen; all requests are one "
             "group, so it knows nothing about the single request",

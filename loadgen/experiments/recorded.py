@@ -71,7 +71,7 @@ def plan(scale: Scale) -> Plan:
                     trace=str(path),
                     arrivals="recorded",
                     load=load,
-                    requests=min(scale.requests, REQUESTS_MAX),
+                    requests=min(scale.fewer, REQUESTS_MAX),
                     prediction=Prediction.NOISY,
                 ),
                 workers=a100_fleet(4, BATCH_LIMIT),
@@ -109,6 +109,7 @@ def _report(
             "arrivals": "recorded times, stretched evenly until the sample offers the load; every "
             "seed sees another part of the trace",
             "prediction": "uniform in 0.8 to 1.2 times the length",
+            "requests": str(min(scale.fewer, REQUESTS_MAX)),
             "prefix cache": "none in the model, so Mooncake's shared prefixes are computed again",
             "bound": f"{TTFT_BOUND_S:g} s to the first token",
         },

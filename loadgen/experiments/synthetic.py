@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from loadgen.experiments.paper_figures import Drawn
 
 NAME = "synthetic"
-SHRINK = 0.6
-"""The reduced grid sends this share of the usual number of requests."""
 
 
 def figures() -> dict[int, tuple[str, tuple[PaperPanel, ...]]]:
@@ -58,7 +56,7 @@ def figures() -> dict[int, tuple[str, tuple[PaperPanel, ...]]]:
 
 def plan(scale: Scale) -> Plan:
     """Choose the cases of every panel."""
-    requests = scale.requests if scale.full else max(20, round(SHRINK * scale.requests))
+    requests = scale.fewer
     drawn = {
         figure: tuple(
             (panel, panel.lines(scale.seeds, requests, bound=scale.full)) for panel in parts
