@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,6 +86,8 @@ def session_fleet() -> Iterator[Fleet]:
         urls = tuple(url.rstrip("/") for url in named)
         yield Fleet(urls=urls, model=served_model(urls[0]), batch_limit=batch_limit)
         return
+    # A run that is timed out from outside must not leave engines behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     count = int(os.environ.get("BIDGATE_VLLM_COUNT", "2"))
     options = WorkerOptions(batch_limit=batch_limit, kv_blocks=KV_BLOCKS)
     with running_workers(count, options) as workers:
