@@ -102,11 +102,6 @@ def failure_plan(scale: Scale) -> Plan:
 
 
 def _failure_report(scale: Scale, item: Comparison, results: Results) -> Document:
-    shown = [
-        found
-        for found in item.lines
-        if found.label in ("least_outstanding", SHORTEST_FIRST, PUBLISHED, FORWARD)
-    ]
     return Document(
         name="failure",
         title="A worker dies and comes back",
@@ -131,23 +126,21 @@ def _failure_report(scale: Scale, item: Comparison, results: Results) -> Documen
         command=scale.command("failure"),
         seeds=scale.seeds,
         tables=(item.table((*PERIOD_TABLE, FAILED, UTILISATION), results),),
-        charts=(
-            Chart(
-                "failure",
-                "Mean TTFT by time of arrival",
-                (
-                    Panel(
-                        kind="lines",
-                        title="w1 is away in the middle third",
-                        x_label="share of the time of arrivals",
-                        y_label="mean TTFT, periods",
-                        series=tuple(_over_time(found, results) for found in shown),
-                    ),
-                ),
-            ),
-        ),
+        charts=(_failure_chart(item, results),),
         faults=faults(all_cases(item.lines), results),
     )
+
+
+def _failure_chart(item: Comparison, results: Results) -> Chart:
+    shown = ("least_outstanding", SHORTEST_FIRST, PUBLISHED, FORWARD)
+    panel = Panel(
+        kind="lines",
+        title="w1 is away in the middle third",
+        x_label="share of the time of arrivals",
+        y_label="mean TTFT, periods",
+        series=tuple(_over_time(found, results) for found in item.lines if found.label in shown),
+    )
+    return Chart("failure", "Mean TTFT by time of arrival", (panel,))
 
 
 def _over_time(item: Line, results: Results) -> Series:

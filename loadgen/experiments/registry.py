@@ -16,6 +16,7 @@ from loadgen.experiments import (
     recorded,
     scaling,
     synthetic,
+    tail_weight,
     tiers,
     tradeoff,
     yardsticks,
@@ -32,8 +33,8 @@ def all_experiments() -> dict[str, Experiment]:
     found = (
         yardsticks.EXPERIMENT,
         paper_figures.EXPERIMENT,
-        tradeoff.TRADE_OFF,
-        tradeoff.TAIL_WEIGHT,
+        tradeoff.EXPERIMENT,
+        tail_weight.EXPERIMENT,
         synthetic.EXPERIMENT,
         paper_tables.TABLE_1,
         paper_tables.TABLE_2,

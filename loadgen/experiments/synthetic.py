@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from loadgen.experiments import panels, paper_figures
-from loadgen.experiments.document import Claim, Document, Verdict
+from loadgen.experiments.document import Chart, Claim, Document, Verdict
 from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, all_cases, faults
 from loadgen.experiments.judge import number
 from loadgen.experiments.panels import PaperPanel
@@ -99,17 +99,22 @@ def _report(
             for parts in drawn.values()
             for panel, lines in parts
         ),
-        charts=tuple(
-            panels.figure_chart(
-                f"figure-{figure:02}",
-                f"Figure {figure}: P/D {ratios[figure]}, {about[figure][0]}",
-                parts,
-                results,
-            )
-            for figure, parts in drawn.items()
-        ),
+        charts=_charts(drawn, results),
         claims=(*claims, decode_light_claim(drawn, results)),
         faults=faults(cases, results),
+    )
+
+
+def _charts(drawn: Mapping[int, Sequence[Drawn]], results: Results) -> tuple[Chart, ...]:
+    about = figures()
+    return tuple(
+        panels.figure_chart(
+            f"figure-{figure:02}",
+            f"Figure {figure}: P/D {parts[0][0].trace.removeprefix('ratio:')}, {about[figure][0]}",
+            parts,
+            results,
+        )
+        for figure, parts in drawn.items()
     )
 
 

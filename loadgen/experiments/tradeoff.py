@@ -1,8 +1,7 @@
-"""Figure 3 and figure 13: what the weights do, and the front that sweeping them traces."""
+"""Figure 3: what the weights do, and the front of mean against p99 that sweeping them traces."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,7 +34,6 @@ from loadgen.experiments.fleets import (
 from loadgen.experiments.judge import number
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import FORWARD, PUBLISHED, ROUND_ROBIN, SHORTEST_FIRST, RuleBook
-from service.control.config import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,10 +45,6 @@ TAIL_SHARES_FULL = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 10.0)
 AGE_BOUNDS_S = (1.0, 2.0, 4.0, 10.0, 0.0)
 AGE_BOUNDS_FULL_S = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 0.0)
 """0 stands for no bound."""
-ZETAS = (0.0, 1.0, 10.0, 100.0)
-ZETAS_FULL = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-RISE = 0.01
-"""A change of the satisfied share smaller than this is noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +138,7 @@ def _report(
     lines = [*points, *extremes, *(item for front in fronts for item in front.lines)]
     claim = figure_3_claim(extremes[0], extremes[2], results)
     ours = figure_3_claim(extremes[1], extremes[3], results)
+    spec = TableSpec("Every point, against round robin", PERIOD_TABLE, ROUND_ROBIN)
     return Document(
         name="trade-off",
         title="Trade-off control: figure 3 and the whole front",
@@ -162,13 +157,7 @@ def _report(
         },
         command=scale.command("trade-off"),
         seeds=scale.seeds,
-        tables=(
-            tabulate(
-                lines,
-                TableSpec("Every point, against round robin", PERIOD_TABLE, ROUND_ROBIN),
-                results,
-            ),
-        ),
+        tables=(tabulate(lines, spec, results),),
         charts=(_front_chart(points, fronts, results),),
         claims=(
             claim,
@@ -242,101 +231,6 @@ def _xy(label: str, lines: Sequence[Line], measure: str, results: Results) -> Se
     return series(Curve(label, x, tuple(lines)), f"{measure}_p99_s", results, PER_PERIOD)
 
 
-def tail_weight_plan(scale: Scale) -> Plan:
-    """Figure 13: everything fixed but zeta_2."""
-    case = base_case(scale)
-    book = RuleBook(period_control())
-    zetas = ZETAS_FULL if scale.full else ZETAS
-    base = panels.weights(panels.TAIL)
-    curves = []
-    for name, make in ((PUBLISHED, book.published), (FORWARD, book.forward)):
-        lines = tuple(
-            line(
-                replace(case, rule=make(_with_zeta(base, zeta), f"{name}, ζ2 = {zeta:g}")),
-                scale.seeds,
-            )
-            for zeta in zetas
-        )
-        curves.append(Curve(name, zetas, lines))
-    cases = [item for curve in curves for item in all_cases(curve.lines)]
-    return Plan(tuple(cases), partial(_tail_report, scale, tuple(curves)))
-
-
-def _with_zeta(base: Weights, zeta: float) -> Weights:
-    return replace(base, tail_ttft=zeta)
-
-
-def _tail_report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document:
-    claims = [figure_13_claim(curve, results) for curve in curves]
-    claims[1] = replace(
-        claims[1], source="ours, as figure 13", statement="The same with our variant."
-    )
-    lines = [item for curve in curves for item in curve.lines]
-    return Document(
-        name="tail-weight",
-        title="From tail weight to satisfied quantile: figure 13",
-        asked="Does a larger ζ2 let more requests have their first token within t2' = 49 periods?",
-        answers=tuple(
-            f"{curve.label}: {claim.verdict.value}; {claim.evidence}"
-            for curve, claim in zip(curves, claims, strict=True)
-        ),
-        setting={
-            "fleet and bounds": "as in real-data",
-            "rate": f"λ = {RATE} per period, Poisson, exact prediction",
-            "requests": str(scale.requests),
-            "weights": "(1/135, 1/400, 1/400, 1, 1, ζ2); the paper does not say which it fixed",
-        },
-        command=scale.command("tail-weight"),
-        seeds=scale.seeds,
-        tables=(tabulate(lines, TableSpec("Every point", PERIOD_TABLE), results),),
-        charts=(
-            Chart(
-                "figure-13",
-                "Share of requests with TTFT within 49 periods",
-                (
-                    Panel(
-                        kind="lines",
-                        title="λ = 0.5, exact prediction",
-                        x_label="ζ2",
-                        y_label="share within t2'",
-                        series=tuple(
-                            replace(
-                                series(curve, "share_within", results),
-                                x=tuple(f"{zeta:g}" for zeta in curve.x if zeta != ""),
-                            )
-                            for curve in curves
-                        ),
-                    ),
-                ),
-            ),
-        ),
-        claims=tuple(claims),
-        faults=faults(all_cases(lines), results),
-    )
-
-
-def figure_13_claim(curve: Curve, results: Results) -> Claim:
-    """Judge "q grows with zeta_2 on average"."""
-    shares = [item.mean("share_within", results) for item in curve.lines]
-    rise = shares[-1] - shares[0]
-    falls = sum(late < early - RISE for early, late in itertools.pairwise(shares))
-    found = Verdict.NOT_REPRODUCED
-    if rise > RISE:
-        found = Verdict.CONDITIONS if falls else Verdict.CONFIRMED
-    told = ", ".join(f"{share:.3f}" for share in shares)
-    steps = ", ".join(str(x) for x in curve.x)
-    return Claim(
-        source="Figure 13",
-        statement="The share of requests with TTFT within t2' grows with ζ2 on average.",
-        verdict=found,
-        evidence=f"shares {told} at ζ2 = {steps}.",
-        chart="figure-13",
-    )
-
-
-TRADE_OFF = Experiment(
+EXPERIMENT = Experiment(
     name="trade-off", summary="figure 3 and the front of mean against p99", plan=plan
-)
-TAIL_WEIGHT = Experiment(
-    name="tail-weight", summary="figure 13: tail weight to satisfied share", plan=tail_weight_plan
 )

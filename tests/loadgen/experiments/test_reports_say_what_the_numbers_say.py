@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from loadgen.experiments import panels, paper_figures, synthetic, tiers, tradeoff
+from loadgen.experiments import panels, paper_figures, synthetic, tail_weight, tiers
 from loadgen.experiments.document import (
     Chart,
     Panel,
@@ -165,11 +165,11 @@ def test_a_reserve_that_is_better_in_both_beats_the_shipped_policy(
 
 
 def test_a_rising_share_confirms_figure_13_and_a_falling_one_does_not() -> None:
-    plan = tradeoff.tail_weight_plan(SCALE)
+    plan = tail_weight.plan(SCALE)
     rising = {
         label: 1.0 / (1 + step)
         for name in (PUBLISHED, FORWARD)
-        for step, label in enumerate(f"{name}, ζ2 = {zeta:g}" for zeta in tradeoff.ZETAS)
+        for step, label in enumerate(f"{name}, ζ2 = {zeta:g}" for zeta in tail_weight.ZETAS)
     }
     falling = {label: 1.0 / wait for label, wait in rising.items()}
     for waits, expected in ((rising, Verdict.CONFIRMED), (falling, Verdict.NOT_REPRODUCED)):
