@@ -23,6 +23,7 @@ from loadgen.experiments.command import experiments
 from loadgen.processes import ClusterError
 from loadgen.replay_command import replay
 from loadgen.simulate_command import simulate
+from loadgen.tick_command import tick
 
 WRONG_USE = 2
 COULD_NOT = 1
@@ -44,6 +45,7 @@ def make_app() -> App:
     app.command(report)
     bench = App(name="bench", help="Measure the router itself.")
     bench.command(light_load)
+    bench.command(tick)
     bench.command(every_bench, name="all")
     app.command(bench)
     return app

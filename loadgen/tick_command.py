@@ -1,0 +1,73 @@
+"""`bidgate-load bench tick`: what a decision and a price refresh cost at several sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from loadgen.bench_tick import CASES, Case, machine, measure_case
+from loadgen.live import command_line
+from loadgen.summary import SUMMARY_FILE, write_json
+from service.control.config import ControlConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from loadgen.summary import JsonValue
+
+COLUMNS = (
+    ("decision p50", "decision_p50_ms"),
+    ("p99", "decision_p99_ms"),
+    ("refresh p50", "refresh_p50_ms"),
+    ("p99", "refresh_p99_ms"),
+    ("published loop p50", "published_loop_p50_ms"),
+)
+
+
+def tick(*, out: Path = Path("out/bench/tick"), cases: int = len(CASES), seed: int = 0) -> int:
+    """Measure decisions and price refreshes beside the published method in plain loops.
+
+    Parameters
+    ----------
+    out
+        Directory for summary.json.
+    cases
+        How many of the sizes, smallest first; all five take about two minutes.
+    seed
+        Of the fleet's state.
+    """
+    if not 1 <= cases <= len(CASES):
+        raise ValueError(f"cases must be in 1..{len(CASES)}, got {cases}")
+    where, console = machine(), Console()
+    measured: list[Case] = []
+    for workers, waiting in CASES[:cases]:
+        with console.status(f"{workers} workers, {waiting} waiting"):
+            measured.append(measure_case(workers, waiting, ControlConfig(), seed))
+    summaries: list[JsonValue] = [case.summary() for case in measured]
+    out.mkdir(parents=True, exist_ok=True)
+    summary: dict[str, JsonValue] = {"command": command_line(), **where, "cases": summaries}
+    write_json(summary, out / SUMMARY_FILE)
+    console.print(_table(measured))
+    return 0
+
+
+def _table(measured: Sequence[Case]) -> Table:
+    table = Table(title="wall time, milliseconds")
+    table.add_column("workers x waiting")
+    for title, _ in COLUMNS:
+        table.add_column(title, justify="right")
+    table.add_column("loop / ours", justify="right")
+    for case in measured:
+        found = case.summary()
+        times = (_number(found[key], "{:.2f}") for _, key in COLUMNS)
+        table.add_row(
+            f"{case.workers} x {case.waiting}", *times, _number(found["ratio"], "x{:.0f}")
+        )
+    return table
+
+
+def _number(value: JsonValue, form: str) -> str:
+    return form.format(value) if isinstance(value, float) else "-"
