@@ -22,8 +22,8 @@ WITHIN = Column("share_within", "within bound", "%", PERCENT, better=1)
 REFUSED = Column("share_refused", "refused", "%", PERCENT)
 FAILED = Column("share_failed", "lost", "%", PERCENT)
 PREEMPTIONS = Column("preemptions", "preemptions", "count")
-UTILISATION = Column("utilisation", "batch use", "%", PERCENT, better=0)
-KV_UTILISATION = Column("kv_utilisation", "KV use", "%", PERCENT, better=0)
+UTILISATION = Column("utilisation", "slots in use, whole run", "%", PERCENT, better=0)
+KV_UTILISATION = Column("kv_utilisation", "KV in use, whole run", "%", PERCENT, better=0)
 TOKENS_PER_PERIOD = Column(
     "tokens_per_s", "tokens/period", "rate", PERIOD_S, compared=True, better=1
 )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Results: TypeAlias = Mapping[Case, Measured]
 
-FEWER = 0.7
+FEWER = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from loadgen.experiments.rules import (
     ZERO_PRICES,
     RuleBook,
 )
+from loadgen.traces import LMSYS_LIKE
 from loadgen.workload import Prediction
 from service.control.config import Weights
 
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
     from loadgen.experiments.document import Table
 
 WORKERS = 4
-BATCH_LIMIT = 25
+BATCH_LIMIT = 24
 KV_TOKENS = 10_000
+MEAN_ANSWER_TOKENS = {LMSYS_LIKE: 210, "ratio:1:4": 205, "ratio:4:1": 51}
+"""Of each trace; turns arrivals per period into a load."""
 TTFT_BOUND_PERIODS = 49
 E2E_BOUND_PERIODS = 500
 
@@ -54,6 +57,11 @@ FOCUS = {
     "TTFT and tail TTFT": (TTFT_MEAN, TTFT_P95, TTFT_P99),
 }
 SHOWN = (TTFT_MEAN, TTFT_P95, TTFT_P99, E2E_MEAN, E2E_P95, E2E_P99, TOKENS)
+
+
+def nominal_load(rate: float, trace: str = LMSYS_LIKE) -> float:
+    """Decode work over slots that a rate per period means for the mean answer of a trace."""
+    return rate * MEAN_ANSWER_TOKENS[trace] / (WORKERS * BATCH_LIMIT)
 
 
 def weights(text: str) -> Weights:
@@ -114,7 +122,7 @@ class PaperPanel:
         case = Case(
             load=Load(
                 trace=self.trace,
-                rate_per_s=self.rate * PER_PERIOD,
+                load=nominal_load(self.rate, self.trace),
                 requests=requests,
                 prediction=self.prediction,
             ),

@@ -23,7 +23,7 @@ from loadgen.experiments.experiment import (
     spread,
     tabulate,
 )
-from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
+from loadgen.experiments.fleets import PERIOD_S, period_control, unit_fleet
 from loadgen.experiments.judge import Target, compare, percent, verdict
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import PUBLISHED, ROUND_ROBIN, Rule, RuleBook
@@ -52,7 +52,7 @@ def table_1_plan(scale: Scale) -> Plan:
     book = RuleBook(period_control())
     chosen = panels.weights(panels.QUERIES_AND_TAIL)
     rules = [*book.heuristics(), *book.strong(chosen)]
-    lines = _lines(rules, "poisson", scale)
+    lines = _lines(rules, "poisson", STABLE, scale)
     return Plan(all_cases(lines), partial(_table_1, scale, lines))
 
 
@@ -64,9 +64,11 @@ def table_2_plan(scale: Scale) -> Plan:
     prices = replace(published.control.prices, history_max=WINDOW_COLUMNS)
     windowed = Rule(label=WINDOWED, control=replace(published.control, prices=prices))
     rules = [*book.heuristics(), *book.strong(chosen), windowed]
-    middle_s = scale.requests * PERIOD_S
+    # Before stretching the first rate is 1 per second, and half of the time is over when 1 of
+    # 1 + SHIFTED / STABLE parts of the requests have come.
+    middle_s = scale.requests / (1 + SHIFTED / STABLE)
     shift = f"piecewise:0=1,{middle_s:g}={SHIFTED / STABLE:g}"
-    lines = _lines(rules, shift, scale)
+    lines = _lines(rules, shift, (STABLE + SHIFTED) / 2, scale)
     return Plan(all_cases(lines), partial(_table_2, scale, lines))
 
 
@@ -93,11 +95,11 @@ def improvements(lines: Sequence[Line], targets: Sequence[Target], results: Resu
     )
 
 
-def _lines(rules: Sequence[Rule], arrivals: str, scale: Scale) -> tuple[Line, ...]:
+def _lines(rules: Sequence[Rule], arrivals: str, rate: float, scale: Scale) -> tuple[Line, ...]:
     case = Case(
         load=Load(
             arrivals=arrivals,
-            rate_per_s=STABLE * PER_PERIOD,
+            load=panels.nominal_load(rate),
             requests=scale.requests,
             prediction=Prediction.NOISY,
         ),
@@ -132,7 +134,8 @@ def _table_2(scale: Scale, lines: Sequence[Line], results: Results) -> Document:
         claims=(claim, window),
         setting=document.setting
         | {
-            "shift": "Poisson 0.4 until half of the time, then 0.6 (load 1.26)",
+            "shift": "Poisson 0.4 until half of the time, then 0.6 "
+            f"(loads {panels.nominal_load(STABLE):.2f} and {panels.nominal_load(SHIFTED):.2f})",
             "rolling window": f"the last {WINDOW_COLUMNS} recorded columns; without it all",
         },
     )

@@ -165,7 +165,7 @@ def price_claim(policy: str, lines: dict[tuple[str, str], Line], results: Result
     return Claim(
         source="Section 1, shadow prices",
         statement="Shadow prices reveal which resource is the bottleneck.",
-        verdict=found if right else Verdict.NOT_REPRODUCED,
+        verdict=found if 2 * right > len(EXPECTED) else Verdict.NOT_REPRODUCED,
         evidence="; ".join(told) + " (price of a mean request over the largest reward).",
         chart=NAME,
     )

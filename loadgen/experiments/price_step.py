@@ -28,30 +28,41 @@ from loadgen.experiments.experiment import (
 )
 from loadgen.experiments.fleets import PER_PERIOD, period_control
 from loadgen.experiments.judge import number
-from loadgen.experiments.rules import PUBLISHED, PUBLISHED_STEP, PUBLISHED_STEPS, Rule, RuleBook
+from loadgen.experiments.rules import (
+    LARGE_ALPHA,
+    LARGE_ALPHA_STEP,
+    PUBLISHED,
+    PUBLISHED_STEP,
+    PUBLISHED_STEPS,
+    Rule,
+    RuleBook,
+)
 from loadgen.experiments.tradeoff import RATE, base_case
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NAME = "price-step"
-FACTORS = (0.1, 1.0, 10.0, 100.0)
-"""Step sizes tried, over the one that the published policy gets elsewhere."""
-WEIGHTS = (panels.AVERAGE_ONLY, panels.TAIL)
+STEP_SIZES = (0.00025, 0.0025, 0.025)
+WEIGHTS = (
+    panels.AVERAGE_ONLY,
+    panels.TAIL,
+    panels.QUERIES_AND_TAIL,
+    panels.THROUGHPUT_ONLY,
+)
 ZERO = "0"
 
 
 def plan(scale: Scale) -> Plan:
     """Zero prices, then one step size after the other, under two weight vectors."""
-    case = base_case(scale)
+    case = base_case(replace(scale, requests=scale.fewer))
     book = RuleBook(period_control())
     curves = []
     for text in WEIGHTS:
         chosen = panels.weights(text)
         steps = {ZERO: book.zero_prices(chosen)}
-        for factor in FACTORS:
-            rule = book.published(chosen)
-            steps[f"{factor * PUBLISHED_STEP:g}"] = _with_step(rule, factor * PUBLISHED_STEP)
+        for step_size in STEP_SIZES:
+            steps[f"{step_size:g}"] = _with_step(book.published(chosen), step_size)
         lines = tuple(
             line(replace(case, rule=rule), scale.seeds, f"({text}), step {step}")
             for step, rule in steps.items()
@@ -77,10 +88,11 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
         answers=tuple(f"{claim.source}: {claim.evidence}" for claim in claims),
         setting={
             "fleet and bounds": "as in real-data",
-            "rate": f"λ = {RATE} per period, Poisson, exact prediction, {scale.requests} requests",
+            "rate": f"λ = {RATE} per period, Poisson, exact prediction, {scale.fewer} requests",
             "prices": f"K = {PUBLISHED_STEPS} step of 64 columns in every period; step size in "
             "normalised reward per normalised resource; 0 is the policy with zero prices",
-            "elsewhere": f"{PUBLISHED} has step size {PUBLISHED_STEP:g} in all other experiments",
+            "elsewhere": f"{PUBLISHED} has step size {PUBLISHED_STEP:g}, or "
+            f"{LARGE_ALPHA_STEP:g} where alpha is at least {LARGE_ALPHA:g}, in all others",
         },
         command=scale.command(NAME),
         seeds=scale.seeds,

@@ -21,6 +21,8 @@ HINDSIGHT = "hindsight bound (LP)"
 
 PUBLISHED_STEPS, PUBLISHED_STEP = 1, 0.0025
 """K and eta of the paper's policy, which the paper does not give: the best in price_step.py."""
+LARGE_ALPHA, LARGE_ALPHA_STEP = 0.03, 0.00025
+"""From this throughput weight on normalised rewards are small, and a smaller step is better."""
 BLIND = frozenset(
     {
         PolicyName.ROUND_ROBIN,
@@ -65,6 +67,11 @@ class Rule:
         return self.kind is Kind.ROUTER and self.control.policy in BLIND
 
 
+def published_step(weights: Weights) -> float:
+    """The step size that serves the paper's policy best under these weights."""
+    return LARGE_ALPHA_STEP if weights.throughput >= LARGE_ALPHA else PUBLISHED_STEP
+
+
 @dataclass(frozen=True, slots=True)
 class RuleBook:
     """Rules that share the settings of one experiment.
@@ -107,7 +114,7 @@ class RuleBook:
             variant=Variant.PUBLISHED,
             inline=True,
             steps=PUBLISHED_STEPS,
-            step_size=PUBLISHED_STEP,
+            step_size=published_step(self.base.weights if weights is None else weights),
         )
         return self._priced(label, weights, prices)
 

@@ -76,7 +76,7 @@ def base_case(scale: Scale) -> Case:
     """The paper's overloaded rate, exact prediction."""
     book = RuleBook(period_control())
     return Case(
-        load=Load(rate_per_s=RATE * PER_PERIOD, requests=scale.requests),
+        load=Load(load=panels.nominal_load(RATE), requests=scale.requests),
         workers=unit_fleet(panels.WORKERS, panels.BATCH_LIMIT, panels.KV_TOKENS),
         rule=book.forward(),
         ttft_bound_s=panels.TTFT_BOUND_PERIODS * PERIOD_S,
