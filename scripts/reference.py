@@ -22,7 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.app import assemble
 from service.cli import make_app
 from service.logs import LogFormat, LogLevel, configure_logging
-from service.settings import MockConfig, Settings, WorkerSettings
+from service.settings import MockConfig, Settings
+from service.worker_settings import WorkerSettings
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SETTINGS_FILE: Final = ROOT / "deploy" / "settings.yaml"

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from pydantic import SecretStr
 from starlette.types import ASGIApp, Receive, Scope, Send
 from structlog.typing import FilteringBoundLogger
 
@@ -35,6 +34,7 @@ from service.errors import (
 from service.forwarder import Call, Forwarder
 from service.headers import RawHeaders, first, to_worker
 from service.intake import BodyFacts, HeaderFacts, read_body, read_headers
+from service.secrets import Secret
 from service.telemetry import RequestRecord, Telemetry
 
 PROXIED: Final = MappingProxyType({"/v1/chat/completions": "chat", "/v1/completions": "text"})
@@ -55,7 +55,7 @@ class EdgeConfig:
         log_requests: write one line per proxied request.
     """
 
-    api_key: SecretStr | None = None
+    api_key: Secret | None = None
     body_bytes_max: int = 64 * 1024 * 1024
     body_timeout_s: float = 60.0
     parse_off_loop_bytes: int = 1024 * 1024

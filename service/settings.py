@@ -16,7 +16,7 @@ from typing import Annotated, Final, get_type_hints
 import orjson
 import yaml
 from cyclopts import Group, Parameter
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -33,6 +33,7 @@ from service.forwarder import ForwardConfig
 from service.logs import LogFormat, LogLevel
 from service.mock.profiles import LLAMA_3_8B_A100, PROFILES
 from service.worker_config import WorkerConfig
+from service.worker_settings import FleetConfig, WorkerEntry, WorkerSettings, worker_config
 
 ENV_PREFIX: Final = "BIDGATE_"
 UNION_BRANCHES: Final = ("str", "WorkerSettings")
@@ -72,24 +73,6 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
-    """What holds for every worker that does not say otherwise.
-
-    Attributes:
-        max_num_seqs: the workers' --max-num-seqs, which vLLM tells nobody.
-        worker_api_key: bearer token for the workers.
-    """
-
-    max_num_seqs: int = 256
-    worker_api_key: SecretStr | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse a batch of nothing."""
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MockConfig:
     """Mock workers inside this process, to try bidgate without GPUs.
 
@@ -115,27 +98,6 @@ class MockConfig:
             raise ValueError("batch_limit must be at least 1 and time_scale positive")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """One worker in the YAML file; fields left out follow the fleet's.
-
-    Attributes:
-        url: http://host:port.
-        id: its name in metrics and headers; host:port when left out.
-        batch_limit: its --max-num-seqs.
-        kv_capacity_tokens: its KV cache; learned from the engine when left out.
-        models: what it serves; learned from /v1/models when left out.
-        api_key: bearer token for it.
-    """
-
-    url: str
-    id: str | None = None
-    batch_limit: int | None = None
-    kv_capacity_tokens: int | None = None
-    models: tuple[str, ...] | None = None
-    api_key: SecretStr | None = None
-
-
 class Settings(BaseSettings):
     """Everything an operator can set."""
 
@@ -149,7 +111,7 @@ class Settings(BaseSettings):
         Field(description="YAML file with settings; flags and environment win over it."),
     ] = None
     workers: Annotated[
-        tuple[str | WorkerSettings, ...],
+        tuple[WorkerEntry, ...],
         NoDecode,
         Parameter(
             group=Group("Workers", sort_key=1), consume_multiple=True, negative="", metavar="URL..."
@@ -216,7 +178,10 @@ class Settings(BaseSettings):
         Raises:
             SettingsError: a URL is none, a name is given twice, or there is no worker at all.
         """
-        workers = tuple(self._worker(one) for one in self.workers)
+        try:
+            workers = tuple(worker_config(one, self.fleet) for one in self.workers)
+        except ValueError as error:
+            raise SettingsError(f"workers: {error}") from error
         names = [worker.worker_id for worker in workers]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -224,24 +189,6 @@ class Settings(BaseSettings):
         if not workers and not self.mock.workers:
             raise SettingsError("no workers: give --workers URL... or --mock N")
         return workers
-
-    def _worker(self, given: str | WorkerSettings) -> WorkerConfig:
-        one = WorkerSettings(url=given) if isinstance(given, str) else given
-        url = one.url.rstrip("/").removesuffix("/v1")
-        key = one.api_key or self.fleet.worker_api_key
-        try:
-            return WorkerConfig(
-                worker_id=one.id or url.partition("://")[2],
-                url=url,
-                batch_limit=(
-                    self.fleet.max_num_seqs if one.batch_limit is None else one.batch_limit
-                ),
-                kv_capacity_tokens=one.kv_capacity_tokens,
-                models=None if one.models is None else frozenset(one.models),
-                api_key=None if key is None else key.get_secret_value(),
-            )
-        except ValueError as error:
-            raise SettingsError(f"workers: {error}") from error
 
 
 def check_environment(environ: Mapping[str, str]) -> None:

@@ -1,7 +1,13 @@
-"""Hypothesis profiles: repeatable by default; `--hypothesis-profile=explore` digs deeper."""
+"""What every test starts from: no settings of the developer's shell, repeatable examples.
+
+`--hypothesis-profile=explore` digs deeper.
+"""
 
 from __future__ import annotations
 
+import os
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -19,3 +25,20 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
+
+SETTINGS_PREFIX = "BIDGATE_"
+OF_THE_TESTS = ("BIDGATE_VLLM_", "BIDGATE_SHARED_DATA")
+"""Variables that tests read while they are imported or once in a session."""
+
+# Modules build settings while they are imported, before any fixture runs.
+for _name in list(os.environ):
+    if _name.upper().startswith(SETTINGS_PREFIX) and not _name.startswith(OF_THE_TESTS):
+        del os.environ[_name]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test, nor a process that it starts, sees a setting that it did not make itself."""
+    for name in list(os.environ):
+        if name.upper().startswith(SETTINGS_PREFIX):
+            monkeypatch.delenv(name)

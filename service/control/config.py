@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Self
 
 
-class PolicyName(StrEnum):
+class Choice(StrEnum):
+    """Names to choose from; dashes will do for the underscores, as the command's help has them."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        name = value.replace("-", "_") if isinstance(value, str) else None
+        return next((choice for choice in cls if choice.value == name), None)
+
+
+class PolicyName(Choice):
     """The decision rules that can stand behind the router."""
 
     ONLINE_LP = "online_lp"
@@ -18,7 +28,7 @@ class PolicyName(StrEnum):
     CENTRAL_SHORTEST_FIRST = "central_shortest_first"
 
 
-class Variant(StrEnum):
+class Variant(Choice):
     """Which online LP stands behind `online_lp`.
 
     PUBLISHED is the paper to the letter. FORWARD re-times the history as hypothetical future
@@ -29,7 +39,7 @@ class Variant(StrEnum):
     FORWARD = "forward"
 
 
-class Kernel(StrEnum):
+class Kernel(Choice):
     """KV use of a request over its service steps: [OLP] eq. (1) or appendix A."""
 
     DECODE_ONLY = "decode_only"

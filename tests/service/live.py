@@ -20,7 +20,8 @@ from service.mock.serving import running_mock_workers
 from service.mock.worker import MockServer
 from service.mock.worker_config import MockWorkerConfig
 from service.server import DrainingServer
-from service.settings import ServerConfig, Settings, WorkerSettings
+from service.settings import ServerConfig, Settings
+from service.worker_settings import WorkerSettings
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], within_s: float) -> None:

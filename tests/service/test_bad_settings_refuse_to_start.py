@@ -10,11 +10,12 @@ import pytest
 import yaml
 
 from service.cli import FLAG_ALIASES, run
+from service.control.config import PolicyName
 from service.settings import Settings, setting_names
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
@@ -145,6 +146,23 @@ def test_other_routers_flags_are_ours_by_another_name(
     assert config_of(capsys, alias, value, "--mock", "1") == config_of(
         capsys, FLAG_ALIASES[alias], value.replace("roundr", "round_r"), "--mock", "1"
     )
+
+
+@pytest.mark.parametrize("policy", list(PolicyName))
+def test_choices_may_have_the_dashes_that_help_prints(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    policy: PolicyName,
+) -> None:
+    dashed = policy.value.replace("_", "-")
+    assert config_of(capsys, "--policy", dashed)["control"]["policy"] == policy.value
+    assert config_of(capsys, "--policy", policy.value)["control"]["policy"] == policy.value
+    monkeypatch.setenv("BIDGATE_CONTROL__POLICY", dashed)
+    assert config_of(capsys)["control"]["policy"] == policy.value
+    monkeypatch.delenv("BIDGATE_CONTROL__POLICY")
+    file = write(tmp_path / "b.yaml", f"workers: [http://a:1]\ncontrol: {{policy: {dashed}}}\n")
+    assert config_of(capsys, "--config", file)["control"]["policy"] == policy.value
 
 
 def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

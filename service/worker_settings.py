@@ -1,0 +1,94 @@
+"""Workers in the settings: what holds for the fleet, for a group of workers, and for each one.
+
+The same fields stand in an entry of `workers`, in a file of workers, in the template of a
+discovery source and in the body of the admin API; `worker_config` makes the plain values of any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+from service.secrets import Secret
+from service.worker_config import WorkerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """What holds for every worker that does not say otherwise.
+
+    Attributes:
+        max_num_seqs: the workers' --max-num-seqs, which vLLM tells nobody.
+        worker_api_key: bearer token for the workers.
+    """
+
+    max_num_seqs: int = 256
+    worker_api_key: Secret | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a batch of nothing."""
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTemplate:
+    """What several workers can have in common; fields left out follow the fleet's.
+
+    Attributes:
+        batch_limit: their --max-num-seqs.
+        kv_capacity_tokens: their KV cache; learned from the engine when left out.
+        models: what they serve; learned from /v1/models when left out.
+        api_key: bearer token for them.
+    """
+
+    batch_limit: int | None = None
+    kv_capacity_tokens: int | None = None
+    models: tuple[str, ...] | None = None
+    api_key: Secret | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings(WorkerTemplate):
+    """One worker in the YAML file; fields left out follow the fleet's.
+
+    Attributes:
+        url: http://host:port.
+        id: its name in metrics and headers; host:port when left out.
+        batch_limit: its --max-num-seqs.
+        kv_capacity_tokens: its KV cache; learned from the engine when left out.
+        models: what it serves; learned from /v1/models when left out.
+        api_key: bearer token for it.
+    """
+
+    url: str
+    id: str | None = None
+
+
+WorkerEntry: TypeAlias = str | WorkerSettings
+"""A URL, or a mapping with more."""
+
+
+def from_template(url: str, worker_id: str | None, template: WorkerTemplate) -> WorkerSettings:
+    """One worker of a group that shares a template."""
+    common = {spec.name: getattr(template, spec.name) for spec in fields(WorkerTemplate)}
+    return WorkerSettings(url=url, id=worker_id, **common)
+
+
+def worker_config(entry: WorkerEntry, fleet: FleetConfig) -> WorkerConfig:
+    """The plain values of a worker, with the fleet's where it has none.
+
+    Raises:
+        ValueError: no worker can be like that.
+    """
+    one = WorkerSettings(url=entry) if isinstance(entry, str) else entry
+    url = one.url.rstrip("/").removesuffix("/v1")
+    key = one.api_key or fleet.worker_api_key
+    return WorkerConfig(
+        worker_id=one.id or url.partition("://")[2],
+        url=url,
+        batch_limit=fleet.max_num_seqs if one.batch_limit is None else one.batch_limit,
+        kv_capacity_tokens=one.kv_capacity_tokens,
+        models=None if one.models is None else frozenset(one.models),
+        api_key=None if key is None else key.get_secret_value(),
+    )
