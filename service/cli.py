@@ -37,6 +37,7 @@ FLAG_ALIASES: Final = {
     "--health-check-timeout-secs": "--health-timeout-s",
     "--health-failure-threshold": "--failures-to-down",
     "--drain-timeout": "--drain-s",
+    "--intra-node-data-parallel-size": "--data-parallel-size",
 }
 """Other routers' spellings. Values mean the same; --workers also takes commas."""
 VALUE_ALIASES: Final = {"roundrobin": "round_robin"}

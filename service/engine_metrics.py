@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from service.worker_config import RANKS_MAX
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -49,7 +51,7 @@ _WANTED: Final = frozenset(
 WANTED_SERIES: Final = tuple(sorted(name.decode() for name in _WANTED))
 
 # More `engine` labels than any deployment has ranks: the memory a hostile page can claim.
-ENGINES_MAX: Final = 1024
+ENGINES_MAX: Final = RANKS_MAX
 
 # Possessive quantifiers, so that a malformed line fails in one pass.
 _LABEL: Final = rb'\s*+([a-zA-Z_]\w*+)\s*+=\s*+"((?:[^"\\\n]|\\.)*+)"\s*+,?+'

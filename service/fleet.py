@@ -1,7 +1,8 @@
-"""5 fleet: all workers, each followed by its own watch; what they serve together.
+"""5 fleet: all workers, each server followed by its own watch; what they serve together.
 
 The watches publish what they find as events; the fleet adds and removes them and keeps one
-worker's trouble from touching the others. Read worker_watch.py next.
+server's trouble from touching the others. The data-parallel ranks of a URL are workers of their
+own and share its watch. Read worker_watch.py next.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from service.control.events import WorkerGone, WorkerState
 from service.worker_watch import WorkerWatch
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import httpx
 
     from service.fleet_types import WatchConfig, WatchStats
+    from service.watched_worker import Publish
     from service.worker_config import WorkerConfig
     from service.worker_probe import ModelCard
-    from service.worker_watch import Publish
 
 WORKERS_MAX: Final = 4096
 
@@ -53,7 +53,7 @@ class Fleet:
         self._publish = publish
         self._seed = seed
         self._watches: dict[str, WorkerWatch] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[WorkerWatch, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._log = structlog.get_logger("bidgate.fleet")
         for worker in workers:
@@ -64,8 +64,8 @@ class Fleet:
         async with asyncio.TaskGroup() as group:
             self._group = group
             try:
-                for worker_id in self._watches:
-                    self._start(worker_id)
+                for watch in self._servers():
+                    self._start(watch)
                 await asyncio.Event().wait()
             finally:
                 self._group = None
@@ -82,11 +82,18 @@ class Fleet:
             raise ValueError(f"worker {worker_id} is already in the fleet")
         if len(self._watches) >= WORKERS_MAX:
             raise ValueError(f"the fleet holds at most {WORKERS_MAX} workers")
+        shared = self._watch_of_siblings(worker)
+        if shared is not None:
+            self._watches[worker_id] = shared
+            rank = shared.add(worker)
+            if self._group is not None:
+                rank.join()
+            return
         rng = random.Random(f"{self._seed} {worker_id}")
-        watch = WorkerWatch(worker, self._config, self._client, self._publish, rng)
+        watch = WorkerWatch((worker,), self._config, self._client, self._publish, rng)
         self._watches[worker_id] = watch
         if self._group is not None:
-            self._start(worker_id)
+            self._start(watch)
 
     def remove(self, worker_id: str) -> None:
         """Stop following a worker; its requests end through their own connections.
@@ -94,14 +101,18 @@ class Fleet:
         Raises:
             KeyError: it is not in the fleet.
         """
-        del self._watches[worker_id]
-        task = self._tasks.pop(worker_id, None)
-        if task is not None:
+        watch = self._watches.pop(worker_id)
+        worker = watch.remove(worker_id)
+        task = self._tasks.get(watch)
+        if task is None:
+            return
+        worker.leave()
+        if watch.empty:
+            del self._tasks[watch]
             task.cancel()
-            self._publish(WorkerGone(worker_id))
 
     def saw_failure(self, worker_id: str) -> None:
-        """Requests to the worker fail: take it out until it answers a health check."""
+        """Requests to the worker fail: take its server out until it answers a health check."""
         watch = self._watches.get(worker_id)
         if watch is not None:
             watch.lose("requests to it fail")
@@ -113,8 +124,8 @@ class Fleet:
         them may get the request.
         """
         union: dict[str, ModelCard] = {}
-        for watch in self._watches.values():
-            if watch.state is not WorkerState.UP:
+        for watch in self._servers():
+            if not watch.up:
                 continue
             for card in watch.model_cards():
                 known = union.setdefault(str(card["id"]), card)
@@ -125,21 +136,30 @@ class Fleet:
     def stats(self) -> tuple[WatchStats, ...]:
         """Return every worker's counters and gauges; call it from the event loop."""
         now_s = asyncio.get_running_loop().time()
-        return tuple(watch.stats(now_s) for watch in self._watches.values())
+        return tuple(one for watch in self._servers() for one in watch.stats(now_s))
 
-    def _start(self, worker_id: str) -> None:
+    def _servers(self) -> list[WorkerWatch]:
+        """Every watch once, in the order of their first workers."""
+        return list(dict.fromkeys(self._watches.values()))
+
+    def _watch_of_siblings(self, worker: WorkerConfig) -> WorkerWatch | None:
+        """The watch of the server whose rank this is, if another rank has brought it."""
+        if worker.data_parallel_rank is None:
+            return None
+        return next((watch for watch in self._watches.values() if watch.has_rank_of(worker)), None)
+
+    def _start(self, watch: WorkerWatch) -> None:
         if self._group is None:
             raise RuntimeError("the fleet is not running")
-        self._tasks[worker_id] = self._group.create_task(self._follow(worker_id))
+        self._tasks[watch] = self._group.create_task(self._follow(watch))
 
-    async def _follow(self, worker_id: str) -> None:
+    async def _follow(self, watch: WorkerWatch) -> None:
         """Run a watch, and run it again should it break: the others must not notice."""
-        watch = self._watches[worker_id]
         while True:
             try:
                 await watch.run()
             except Exception:
-                self._log.exception("worker_watch_broke", worker=worker_id)
+                self._log.exception("worker_watch_broke", url=watch.url)
                 watch.lose("its watch broke")
             await asyncio.sleep(self._config.reprobe_max_s)
 

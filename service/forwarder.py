@@ -25,7 +25,7 @@ from service.errors import (
     WorkerLateError,
     WorkerUnreachableError,
 )
-from service.headers import RawHeaders, first, to_client
+from service.headers import DATA_PARALLEL_RANK, RawHeaders, first, to_client
 from service.interrupt import Interrupt, Watchdog
 from service.placement import Placement
 from service.sse import SseMeter, usage_tokens
@@ -206,6 +206,9 @@ class Forwarder:
         if worker.api_key is not None:
             headers = [pair for pair in headers if pair[0] != b"authorization"]
             headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
+        if worker.data_parallel_rank is not None:
+            rank = str(worker.data_parallel_rank).encode()
+            headers = [*headers, (DATA_PARALLEL_RANK, rank)]
         request = httpx.Request(
             "POST",
             self._url(worker.url, call.path),

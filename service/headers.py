@@ -6,6 +6,9 @@ from typing import Final, TypeAlias
 
 RawHeaders: TypeAlias = list[tuple[bytes, bytes]]
 
+DATA_PARALLEL_RANK: Final = b"x-data-parallel-rank"
+"""Pins a request to one data-parallel rank of a vLLM server."""
+
 _HOP_BY_HOP: Final = frozenset(
     {
         b"connection",
@@ -19,8 +22,12 @@ _HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     }
 )
-# Made anew for the worker: its own authority, the length of the body as sent, our request id.
-_NOT_TO_WORKER: Final = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+# Made anew for the worker: its own authority, the length of the body as sent, our request id, and
+# its rank: a client does not know which server it will get, nor what else runs there.
+_NOT_TO_WORKER: Final = _HOP_BY_HOP | {
+    *(b"host", b"content-length", b"expect", b"x-request-id"),
+    DATA_PARALLEL_RANK,
+}
 # Made anew for the client by the server or the edge.
 _NOT_TO_CLIENT: Final = _HOP_BY_HOP | {b"date", b"x-request-id"}
 

@@ -173,13 +173,15 @@ class Settings(BaseSettings):
         return init_settings, env_settings, InitSettingsSource(settings_cls, _read_yaml(Path(path)))
 
     def worker_configs(self) -> tuple[WorkerConfig, ...]:
-        """The configured workers, with the fleet's values where they have none.
+        """The configured workers, ranks apart, with the fleet's values where they have none.
 
         Raises:
             SettingsError: a URL is none, a name is given twice, or there is no worker at all.
         """
         try:
-            workers = tuple(worker_config(one, self.fleet) for one in self.workers)
+            workers = tuple(
+                rank for one in self.workers for rank in worker_config(one, self.fleet).ranks()
+            )
         except ValueError as error:
             raise SettingsError(f"workers: {error}") from error
         names = [worker.worker_id for worker in workers]

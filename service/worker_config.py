@@ -5,13 +5,17 @@ Plain values, so that fleet and forwarder share them without knowing the setting
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 from urllib.parse import urlsplit
+
+RANKS_MAX: Final = 1024
+"""More data-parallel ranks than any server has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """One worker of the static list.
+    """One worker of the static list: a server, or one data-parallel rank of it.
 
     Attributes:
         worker_id: unique name; metric label and value of the x-bidgate-worker header.
@@ -21,6 +25,9 @@ class WorkerConfig:
         kv_capacity_tokens: M_g; None to learn it from the engine's vllm:cache_config_info.
         models: names served; None to learn them from /v1/models.
         api_key: sent to the worker as a bearer token, or None; never shown.
+        data_parallel_size: ranks behind the URL; limits above are those of one rank.
+        data_parallel_rank: which of them this worker is, counted from 0 at each URL; None when
+            the worker is the whole server.
     """
 
     worker_id: str
@@ -29,6 +36,8 @@ class WorkerConfig:
     kv_capacity_tokens: int | None = None
     models: frozenset[str] | None = None
     api_key: str | None = field(default=None, repr=False)
+    data_parallel_size: int = 1
+    data_parallel_rank: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no worker can have."""
@@ -47,3 +56,21 @@ class WorkerConfig:
             raise ValueError(
                 f"kv_capacity_tokens must be at least 1, got {self.kv_capacity_tokens}"
             )
+        if not 1 <= self.data_parallel_size <= RANKS_MAX:
+            raise ValueError(
+                f"data_parallel_size must be in 1..{RANKS_MAX}, got {self.data_parallel_size}"
+            )
+        if not 0 <= (self.data_parallel_rank or 0) < self.data_parallel_size:
+            raise ValueError(
+                f"data_parallel_rank must be in 0..{self.data_parallel_size - 1}, "
+                f"got {self.data_parallel_rank}"
+            )
+
+    def ranks(self) -> tuple[WorkerConfig, ...]:
+        """One worker for each rank behind the URL, named `id@rank`; itself when there is one."""
+        if self.data_parallel_size == 1:
+            return (self,)
+        return tuple(
+            replace(self, worker_id=f"{self.worker_id}@{rank}", data_parallel_rank=rank)
+            for rank in range(self.data_parallel_size)
+        )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 from service.secrets import Secret
-from service.worker_config import WorkerConfig
+from service.worker_config import RANKS_MAX, WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +20,22 @@ class FleetConfig:
     Attributes:
         max_num_seqs: the workers' --max-num-seqs, which vLLM tells nobody.
         worker_api_key: bearer token for the workers.
+        data_parallel_size: ranks behind each URL (vLLM's --data-parallel-size, or
+            --data-parallel-size-local with --data-parallel-hybrid-lb); each rank is a worker of
+            its own.
     """
 
     max_num_seqs: int = 256
     worker_api_key: Secret | None = None
+    data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a batch of nothing."""
+        """Refuse a batch of nothing, and no rank at all."""
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        if not 1 <= self.data_parallel_size <= RANKS_MAX:
+            given = self.data_parallel_size
+            raise ValueError(f"data_parallel_size must be in 1..{RANKS_MAX}, got {given}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +47,14 @@ class WorkerTemplate:
         kv_capacity_tokens: their KV cache; learned from the engine when left out.
         models: what they serve; learned from /v1/models when left out.
         api_key: bearer token for them.
+        data_parallel_size: ranks behind each URL; the limits above are those of one rank.
     """
 
     batch_limit: int | None = None
     kv_capacity_tokens: int | None = None
     models: tuple[str, ...] | None = None
     api_key: Secret | None = None
+    data_parallel_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +68,7 @@ class WorkerSettings(WorkerTemplate):
         kv_capacity_tokens: its KV cache; learned from the engine when left out.
         models: what it serves; learned from /v1/models when left out.
         api_key: bearer token for it.
+        data_parallel_size: ranks behind the URL; the limits above are those of one rank.
     """
 
     url: str
@@ -76,7 +86,7 @@ def from_template(url: str, worker_id: str | None, template: WorkerTemplate) -> 
 
 
 def worker_config(entry: WorkerEntry, fleet: FleetConfig) -> WorkerConfig:
-    """The plain values of a worker, with the fleet's where it has none.
+    """The plain values of a worker, with the fleet's where it has none; ranks() takes it apart.
 
     Raises:
         ValueError: no worker can be like that.
@@ -84,6 +94,7 @@ def worker_config(entry: WorkerEntry, fleet: FleetConfig) -> WorkerConfig:
     one = WorkerSettings(url=entry) if isinstance(entry, str) else entry
     url = one.url.rstrip("/").removesuffix("/v1")
     key = one.api_key or fleet.worker_api_key
+    ranks = one.data_parallel_size
     return WorkerConfig(
         worker_id=one.id or url.partition("://")[2],
         url=url,
@@ -91,4 +102,5 @@ def worker_config(entry: WorkerEntry, fleet: FleetConfig) -> WorkerConfig:
         kv_capacity_tokens=one.kv_capacity_tokens,
         models=None if one.models is None else frozenset(one.models),
         api_key=None if key is None else key.get_secret_value(),
+        data_parallel_size=fleet.data_parallel_size if ranks is None else ranks,
     )

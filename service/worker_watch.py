@@ -1,74 +1,70 @@
-"""5 fleet: one worker's life as bidgate sees it: down, up, measured, lost, probed again.
+"""5 fleet: one server's life as bidgate sees it: down, up, measured, lost, probed again.
 
-While the worker is up three loops ask it (health, metrics, models), each waiting for its own
-answer before it asks again, so that requests to a slow server never pile up. What they find is
-published as events for the controller. Read worker_probe.py for how it is asked.
+A server is one worker, or as many as it has data-parallel ranks. While it is up three loops ask it
+(health, metrics, models), each waiting for its own answer before it asks again, so that requests
+to a slow server never pile up. What they find is published as events for the controller. Read
+worker_probe.py for how it is asked, watched_worker.py for what is published.
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from service.control.events import (
-    WorkerChanged,
-    WorkerJoined,
-    WorkerReport,
-    WorkerReported,
-    WorkerSpec,
-    WorkerState,
-)
-from service.engine_reports import EngineReports
+from service.control.events import WorkerReport, WorkerState
+from service.engine_ranks import discrepancy
 from service.fleet_types import WatchStats
+from service.watched_worker import WatchedWorker
 from service.worker_probe import ProbeFailedError, WorkerProbe
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     import httpx
 
-    from service.control.events import Event
+    from service.engine_metrics import EnginePage
     from service.fleet_types import WatchConfig
+    from service.watched_worker import Publish
     from service.worker_config import WorkerConfig
     from service.worker_probe import ModelCard
 
-Publish: TypeAlias = "Callable[[Event], None]"
+ENGINES_LOGGED_MAX: Final = 16
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Counters of WatchStats."""
+    """Counters of WatchStats that are the server's."""
 
     scrapes_ok: int = 0
     scrapes_failed: int = 0
     malformed_lines: int = 0
     health_failures: int = 0
     times_lost: int = 0
-    restarts: int = 0
 
 
 @dataclass(slots=True)
 class _Served:
-    """What the worker says it serves, and whether the controller knows it yet."""
+    """What the server says it serves, and whether the controller knows it yet."""
 
     cards: tuple[ModelCard, ...] | None = None
     names: frozenset[str] | None = None
     news: frozenset[str] | None = None
 
 
-class _WorkerLostError(Exception):
-    """Ends the questions to a worker that was up."""
+class _ServerLostError(Exception):
+    """Ends the questions to a server that was up."""
 
 
 class WorkerWatch:
-    """Watches one worker until cancelled.
+    """Watches one server until cancelled.
 
     Args:
-        worker: as configured; what it leaves open is learned.
+        workers: the worker that it is, or its data-parallel ranks; at least one. What they leave
+            open is learned.
         config: pauses and limits.
         client: for all questions; owned by the caller.
         publish: takes the events; must not raise or wait.
@@ -77,37 +73,52 @@ class WorkerWatch:
 
     def __init__(
         self,
-        worker: WorkerConfig,
+        workers: Sequence[WorkerConfig],
         config: WatchConfig,
         client: httpx.AsyncClient,
         publish: Publish,
         rng: random.Random,
     ) -> None:
-        self._worker = worker
+        self._server = workers[0]
         self._config = config
-        self._probe = WorkerProbe(worker, client)
+        self._probe = WorkerProbe(self._server, client)
         self._publish = publish
         self._rng = rng
-        self._reports = EngineReports(worker)
-        self._report = WorkerReport()
-        self._state = WorkerState.DOWN
-        self._served = _Served(names=worker.models)
+        self._workers: dict[str, WatchedWorker] = {}
+        self._up = False
+        self._served = _Served(names=self._server.models)
         self._counts = _Counts()
         self._scraped_at_s: float | None = None
         self._stale_logged = False
+        self._advice = ""
         self._reprobe_s = config.reprobe_min_s
         self._lost = asyncio.Event()
-        self._log = structlog.get_logger("bidgate.fleet").bind(worker=worker.worker_id)
+        log = structlog.get_logger("bidgate.fleet")
+        alone = self._server.data_parallel_rank is None
+        self._log = log.bind(worker=self._server.worker_id) if alone else log.bind(url=self.url)
+        for worker in workers:
+            self.add(worker)
 
     @property
-    def state(self) -> WorkerState:
-        """As last published."""
-        return self._state
+    def url(self) -> str:
+        """Where the server is."""
+        return self._server.url
+
+    def has_rank_of(self, worker: WorkerConfig) -> bool:
+        """Whether a rank belongs to this server: then they share health, models and scrapes."""
+        server = self._server
+        return server.data_parallel_rank is not None and server.url == worker.url
+
+    @property
+    def up(self) -> bool:
+        """Whether the server answers."""
+        return self._up
 
     async def run(self) -> None:
-        """Introduce the worker, then follow it for ever."""
-        self._served = _Served(names=self._worker.models)
-        self._publish(WorkerJoined(self._spec(), WorkerState.DOWN))
+        """Introduce the workers, then follow their server for ever."""
+        self._served = _Served(names=self._server.models)
+        for worker in self._workers.values():
+            worker.join()
         while True:
             await self._until_alive()
             await self._learn()
@@ -115,54 +126,68 @@ class WorkerWatch:
                 await self._while_up()
             await self._back_off()
 
+    def add(self, worker: WorkerConfig) -> WatchedWorker:
+        """Watch one more rank of the server."""
+        added = WatchedWorker(worker, self._publish, structlog.get_logger("bidgate.fleet"))
+        self._workers[worker.worker_id] = added
+        return added
+
+    def remove(self, worker_id: str) -> WatchedWorker:
+        """Watch a worker no longer.
+
+        Raises:
+            KeyError: it is none of this server's.
+        """
+        return self._workers.pop(worker_id)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no worker is left to watch."""
+        return not self._workers
+
     def lose(self, reason: str) -> None:
-        """Take the worker out at once; it is probed again after a pause."""
+        """Take the server out at once, with all its ranks; it is probed again after a pause."""
         self._lost.set()
-        if self._state is WorkerState.DOWN:
+        if not self._up:
             return
-        self._state = WorkerState.DOWN
+        self._up = False
         self._counts.times_lost += 1
         self._log.warning("worker_lost", reason=reason)
-        self._publish(WorkerChanged(self._worker.worker_id, WorkerState.DOWN))
+        for worker in self._workers.values():
+            worker.go_down()
 
     def model_cards(self) -> tuple[ModelCard, ...]:
-        """Entries for /v1/models: what the worker lists, within what the operator allows."""
+        """Entries for /v1/models: what the server lists, within what the operator allows."""
         cards = self._served.cards or ()
-        if self._worker.models is None:
+        if self._server.models is None:
             return cards
         listed = {str(card["id"]): card for card in cards}
         bare: ModelCard = {"object": "model", "created": 0, "owned_by": "vllm"}
-        return tuple(listed.get(name, {"id": name, **bare}) for name in sorted(self._worker.models))
+        return tuple(listed.get(name, {"id": name, **bare}) for name in sorted(self._server.models))
 
-    def stats(self, now_s: float) -> WatchStats:
-        """Return counters and gauges at a time of the loop's clock."""
+    def stats(self, now_s: float) -> tuple[WatchStats, ...]:
+        """Return every worker's counters and gauges at a time of the loop's clock."""
+        return tuple(self._stats_of(worker, now_s) for worker in self._workers.values())
+
+    def _stats_of(self, worker: WatchedWorker, now_s: float) -> WatchStats:
         scraped_at_s = self._scraped_at_s
         return WatchStats(
-            worker_id=self._worker.worker_id,
-            state=self._state,
+            worker_id=worker.config.worker_id,
+            state=worker.state,
             metrics_age_s=None if scraped_at_s is None else now_s - scraped_at_s,
-            metrics_stale=self._is_stale(now_s),
+            metrics_stale=worker.state is WorkerState.UP and self._is_stale(now_s),
             filtered_scrapes=self._probe.filter_works,
             scrapes_ok=self._counts.scrapes_ok,
             scrapes_failed=self._counts.scrapes_failed,
             malformed_lines=self._counts.malformed_lines,
             health_failures=self._counts.health_failures,
             times_lost=self._counts.times_lost,
-            restarts=self._counts.restarts,
-            report=self._report,
-        )
-
-    def _spec(self) -> WorkerSpec:
-        """Return the worker as configured."""
-        return WorkerSpec(
-            worker_id=self._worker.worker_id,
-            batch_limit=self._worker.batch_limit,
-            kv_capacity_tokens=self._worker.kv_capacity_tokens,
-            models=self._worker.models,
+            restarts=worker.restarts,
+            report=worker.report,
         )
 
     async def _until_alive(self) -> None:
-        """Return when the worker has answered a health check."""
+        """Return when the server has answered a health check."""
         self._lost.clear()
         self._probe.reset()
         while True:
@@ -180,24 +205,23 @@ class WorkerWatch:
         self._reprobe_s = min(2 * self._reprobe_s, self._config.reprobe_max_s)
 
     async def _learn(self) -> None:
-        """Find out what the worker serves and holds before anything is started on it."""
+        """Find out what the server serves and holds before anything is started on it."""
         await self._list_models()
         await self._scrape()
 
     async def _while_up(self) -> None:
-        """Keep asking until the worker is lost; one that stayed long enough is trusted again."""
+        """Keep asking until the server is lost; one that stayed long enough is trusted again."""
         up_since_s = _now_s()
-        self._state = WorkerState.UP
-        self._log.info("worker_up", batch_limit=self._worker.batch_limit)
-        self._publish(WorkerChanged(self._worker.worker_id, WorkerState.UP))
+        self._up = True
+        self._show_states()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch_health())
                 group.create_task(self._watch_metrics())
                 group.create_task(self._watch_models())
                 await self._lost.wait()
-                raise _WorkerLostError
-        except* _WorkerLostError:
+                raise _ServerLostError
+        except* _ServerLostError:
             if _now_s() - up_since_s >= self._config.reprobe_max_s:
                 self._reprobe_s = self._config.reprobe_min_s
 
@@ -239,7 +263,30 @@ class WorkerWatch:
         if self._stale_logged:
             self._stale_logged = False
             self._log.info("metrics_fresh_again")
-        self._tell(self._reports.report(page, self._served.news), sent_at_s)
+        self._check_ranks(page)
+        news, self._served.news = self._served.news, None
+        for worker in self._workers.values():
+            worker.read(page, news, sent_at_s, complete=self._probe.filter_works)
+        self._show_states()
+
+    def _show_states(self) -> None:
+        """Put the workers of a server that is up to use, but no rank that does not exist."""
+        for worker in self._workers.values():
+            if self._up and worker.exists:
+                worker.come_up()
+            else:
+                worker.go_down()
+
+    def _check_ranks(self, page: EnginePage) -> None:
+        """Say once when the page shows other engines than the configuration."""
+        size = self._server.data_parallel_size
+        advice = discrepancy(page, size, complete=self._probe.filter_works)
+        if advice and advice != self._advice:
+            shown = sorted(page.engines)[:ENGINES_LOGGED_MAX]
+            self._log.warning(
+                "engines_differ", data_parallel_size=size, engines_shown=shown, advice=advice
+            )
+        self._advice = advice
 
     def _scrape_failed(self, error: ProbeFailedError, sent_at_s: float) -> None:
         """Count it, say once that the metrics are stale, and pass on what else is new."""
@@ -249,16 +296,10 @@ class WorkerWatch:
         if self._is_stale(_now_s()) and not self._stale_logged:
             self._stale_logged = True
             self._log.warning("metrics_stale_ledger_only", reason=str(error))
-        if self._served.news is not None:
-            self._tell(WorkerReport(models=self._served.news), sent_at_s)
-
-    def _tell(self, report: WorkerReport, sent_at_s: float) -> None:
-        self._served.news = None
-        self._report = report
-        if report.restarted:
-            self._counts.restarts += 1
-            self._log.warning("worker_restarted")
-        self._publish(WorkerReported(self._worker.worker_id, report, sent_at_s))
+        news, self._served.news = self._served.news, None
+        if news is not None:
+            for worker in self._workers.values():
+                worker.tell(WorkerReport(models=news), sent_at_s)
 
     async def _list_models(self) -> None:
         """Look at /v1/models; while that fails, what was known before stays true."""
@@ -270,12 +311,12 @@ class WorkerWatch:
             return
         self._served.cards = cards
         names = frozenset(str(card["id"]) for card in cards)
-        if self._worker.models is None and names and names != self._served.names:
+        if self._server.models is None and names and names != self._served.names:
             self._served.names = self._served.news = names
 
     def _is_stale(self, now_s: float) -> bool:
-        """Whether the worker is in use without metrics to correct the ledger by."""
-        if self._state is WorkerState.DOWN:
+        """Whether the server is in use without metrics to correct the ledger by."""
+        if not self._up:
             return False
         if self._scraped_at_s is None:
             return True

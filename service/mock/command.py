@@ -29,6 +29,7 @@ class MockWorkerOptions:
         max_num_queued_reqs: most requests in the worker's own queue.
         time_scale: above 1 it runs faster than real time.
         seed: of output lengths that no request fixes.
+        data_parallel_size: engines behind the server, each with the sizes above.
         decode_only: prompts cost nothing here, as behind a prefill worker.
         log_level: of the HTTP server.
     """
@@ -44,6 +45,7 @@ class MockWorkerOptions:
     max_num_queued_reqs: int = 10_000
     time_scale: float = 1.0
     seed: int = 0
+    data_parallel_size: int = 1
     decode_only: bool = False
     log_level: str = "info"
 
@@ -65,6 +67,7 @@ class MockWorkerOptions:
             context_tokens=self.max_model_len,
             queue_max=self.max_num_queued_reqs,
             prefill=not self.decode_only,
+            data_parallel_size=self.data_parallel_size,
             time_scale=self.time_scale,
             seed=self.seed,
         )

@@ -91,9 +91,13 @@ class MockEngine:
     """Runs a DecodeWorker in real time, or time_scale times faster.
 
     Sequences of one request are scheduled one by one, as vLLM does it.
+
+    Args:
+        config: of the worker.
+        label: the engine's number in the series.
     """
 
-    def __init__(self, config: MockWorkerConfig) -> None:
+    def __init__(self, config: MockWorkerConfig, label: int = 0) -> None:
         self._config = config
         self._model = DecodeWorker(
             config.profile,
@@ -107,7 +111,12 @@ class MockEngine:
         self._work = asyncio.Event()
         self._alive = False
         self._runner: asyncio.Task[None] | None = None
-        self.series = EngineSeries(config, self._model.stats(), started_unix_s=time.time())
+        self.series = EngineSeries(config, self._model.stats(), label, time.time())
+
+    @property
+    def load(self) -> int:
+        """Sequences in the batch and in the queue."""
+        return len(self._held)
 
     @property
     def alive(self) -> bool:

@@ -19,13 +19,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from prometheus_client import Metric
 
     from service.mock.decode_records import DecodeWorkerStats
     from service.mock.worker_config import MockWorkerConfig
 
+PROCESS_START: Final = "process_start_time_seconds"
 # fmt: off
 _TOKEN_GAP_BOUNDS: Final = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -71,7 +72,7 @@ class Histogram:
 
 
 class EngineSeries(Collector):
-    """Everything /metrics of one mock worker shows.
+    """Everything /metrics shows of one mock engine.
 
     Attributes:
         first_token_s: time to first token.
@@ -81,7 +82,11 @@ class EngineSeries(Collector):
     """
 
     def __init__(
-        self, config: MockWorkerConfig, stats: DecodeWorkerStats, started_unix_s: float
+        self,
+        config: MockWorkerConfig,
+        stats: DecodeWorkerStats,
+        label: int,
+        started_unix_s: float,
     ) -> None:
         self.first_token_s = Histogram(_FIRST_TOKEN_BOUNDS)
         self.queue_s = Histogram(_REQUEST_BOUNDS)
@@ -93,7 +98,7 @@ class EngineSeries(Collector):
         self._config = config
         self._stats = stats
         self._started_unix_s = started_unix_s
-        self._labels = {"engine": "0", "model_name": config.model}
+        self._labels = {"engine": str(label), "model_name": config.model}
 
     @property
     def stats(self) -> DecodeWorkerStats:
@@ -143,7 +148,7 @@ class EngineSeries(Collector):
         info = GaugeMetricFamily("vllm:cache_config_info", "Cache layout.", labels=list(config))
         info.add_metric(list(config.values()), 1)
         yield info
-        start = GaugeMetricFamily("process_start_time_seconds", "Start time of the worker.")
+        start = GaugeMetricFamily(PROCESS_START, "Start time of the worker.")
         start.add_metric([], self._started_unix_s)
         yield start
 
@@ -179,8 +184,26 @@ class EngineSeries(Collector):
             "block_size": str(self._config.block_tokens),
             "cache_dtype": "auto",
             "enable_prefix_caching": "False",
-            "engine": "0",
+            "engine": self._labels["engine"],
             "kv_cache_max_concurrency": str(tokens / self._config.max_model_len),
             "kv_cache_size_tokens": str(tokens),
             "num_gpu_blocks": str(blocks),
         }
+
+
+class ServerSeries(Collector):
+    """The series of all engines of a server on one page, family by family."""
+
+    def __init__(self, engines: Sequence[EngineSeries]) -> None:
+        self._engines = tuple(engines)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield every family once, with the samples of every engine."""
+        families: dict[str, Metric] = {}
+        for engine in self._engines:
+            for family in engine.collect():
+                known = families.setdefault(family.name, family)
+                # A series without the label is the process's, and all engines tell the same.
+                if known is not family and family.name != PROCESS_START:
+                    known.samples.extend(family.samples)
+        return families.values()

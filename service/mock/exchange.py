@@ -95,12 +95,22 @@ class Exchange:
         """Send an error object."""
         await self.answer(error.status, orjson.dumps(error.body()))
 
+    def rank(self, size: int) -> int | None:
+        """The engine that the request is pinned to, or None; what is no number is ignored.
+
+        Raises:
+            ApiError: the server has no such rank.
+        """
+        told = self._headers.get("x-data-parallel-rank", "")
+        if not told.removeprefix("-").isdecimal():
+            return None
+        if not 0 <= int(told) < size:
+            raise ApiError(400, f"data_parallel_rank {told} is out of range [0, {size}).")
+        return int(told)
+
     def _check_headers(self) -> None:
-        """Refuse other media types, and ranks this server does not have; there is only rank 0."""
+        """Refuse other media types."""
         media_type = self._headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             message = "Unsupported Media Type: Only 'application/json' is allowed"
             raise ApiError(400, message, kind="Bad Request")
-        rank = self._headers.get("x-data-parallel-rank", "")
-        if rank.lstrip("-").isdigit() and int(rank) != 0:
-            raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, 1).")

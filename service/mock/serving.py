@@ -67,7 +67,7 @@ class MockHttpServer(uvicorn.Server):
     def stop(self) -> None:
         """End soon: requests in flight get an error at once, as from a vLLM that dies."""
         self.should_exit = True
-        self._mock.engine.stop()
+        self._mock.stop()
 
 
 class EmbeddedServer(MockHttpServer):

@@ -21,6 +21,7 @@ from starlette.routing import Mount, Route
 
 from service.mock.bodies import ApiError
 from service.mock.engine import EngineDeadError, MockEngine, QueueFullError
+from service.mock.engine_series import ServerSeries
 from service.mock.exchange import EVENTS, ClientLeftError, Exchange
 from service.mock.protocol import Reader
 from service.mock.replies import Reply, error_events
@@ -48,17 +49,19 @@ class MockServer:
     """One mock worker.
 
     Attributes:
-        engine: what generates.
+        engines: what generates, by data-parallel rank.
         app: the ASGI application.
     """
 
     def __init__(self, config: MockWorkerConfig) -> None:
-        self.engine = MockEngine(config)
+        first = config.data_parallel_start_rank
+        labels = range(first, first + config.data_parallel_size)
+        self.engines = tuple(MockEngine(config, label) for label in labels)
         self._config = config
         self._created_s = int(time.time())
         self._load = 0
         self._registry = CollectorRegistry(auto_describe=True)
-        self._registry.register(self.engine.series)
+        self._registry.register(ServerSeries([engine.series for engine in self.engines]))
         reader = Reader(config)
         self.app: ASGIApp = Starlette(
             routes=[
@@ -77,6 +80,16 @@ class MockServer:
             exception_handlers={HTTPException: _detail},
         )
 
+    @property
+    def engine(self) -> MockEngine:
+        """The first engine, which is the only one unless there are more ranks."""
+        return self.engines[0]
+
+    def stop(self) -> None:
+        """End all engines, if they run."""
+        for engine in self.engines:
+            engine.stop()
+
     def _posted(self, path: str, read: Callable[[bytes], Asked], prefix: str) -> Route:
         """Route POSTs to the engine."""
 
@@ -94,8 +107,9 @@ class MockServer:
         self._load += 1
         try:
             asked = read(await exchange.body())
+            engine = self._engine_for(exchange.rank(len(self.engines)))
             reply_id = f"{prefix}-{exchange.name(asked.request_id)}"
-            await self._answer(asked, Reply(asked, reply_id, int(time.time())), exchange)
+            await self._answer(engine, asked, Reply(asked, reply_id, int(time.time())), exchange)
         except ApiError as error:
             await exchange.refuse(error)
         except ClientLeftError:
@@ -103,10 +117,18 @@ class MockServer:
         finally:
             self._load -= 1
 
-    async def _answer(self, asked: Asked, reply: Reply, exchange: Exchange) -> None:
+    def _engine_for(self, rank: int | None) -> MockEngine:
+        """The engine asked for, else the one with the least to do."""
+        if rank is not None:
+            return self.engines[rank]
+        return min(self.engines, key=lambda engine: engine.load)
+
+    async def _answer(
+        self, engine: MockEngine, asked: Asked, reply: Reply, exchange: Exchange
+    ) -> None:
         """Generate, and send what comes when it comes."""
         try:
-            generation = self.engine.submit(asked.decodes)
+            generation = engine.submit(asked.decodes)
         except EngineDeadError as error:
             raise _engine_died() from error
         except QueueFullError as error:
@@ -118,25 +140,24 @@ class MockServer:
             await exchange.end(error_events(full))
             return
         async with asyncio.TaskGroup() as group:
-            leaving = group.create_task(self._abort_when_client_leaves(generation, exchange))
+            leaving = group.create_task(_abort_when_client_leaves(engine, generation, exchange))
             try:
                 await (_stream if asked.stream else _send_whole)(generation, reply, exchange)
             finally:
                 leaving.cancel()
-                self.engine.abort(generation)
-
-    async def _abort_when_client_leaves(self, generation: Generation, exchange: Exchange) -> None:
-        await exchange.client_leaves()
-        self.engine.abort(generation)
+                engine.abort(generation)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as group:
-            engine = group.create_task(self.engine.run(), name="mock engine")
-            # Let it start before the server listens.
+            running = [
+                group.create_task(engine.run(), name="mock engine") for engine in self.engines
+            ]
+            # Let them start before the server listens.
             await asyncio.sleep(0)
             yield
-            engine.cancel()
+            for engine in running:
+                engine.cancel()
 
     async def _models(self, _: Request) -> Response:
         card = {
@@ -151,7 +172,8 @@ class MockServer:
         return _json({"object": "list", "data": [card]})
 
     async def _health(self, _: Request) -> Response:
-        return Response(status_code=200 if self.engine.alive else 503)
+        alive = all(engine.alive for engine in self.engines)
+        return Response(status_code=200 if alive else 503)
 
     async def _version(self, _: Request) -> Response:
         return _json({"version": VLLM_VERSION})
@@ -162,6 +184,13 @@ class MockServer:
     async def _metrics(self, _: Request) -> Response:
         page = generate_latest(self._registry)
         return Response(page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+async def _abort_when_client_leaves(
+    engine: MockEngine, generation: Generation, exchange: Exchange
+) -> None:
+    await exchange.client_leaves()
+    engine.abort(generation)
 
 
 class _Asgi:

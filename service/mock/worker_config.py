@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from service.mock.profiles import DecodeProfile
 
 CONTEXT_TOKENS_DEFAULT: Final = 32_768
+ENGINES_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,9 @@ class MockWorkerConfig:
         decode_tokens_mean: mean of those lengths (LMSYS-Chat-1M: 214.5 tokens an answer).
         decode_tokens_sigma: spread of their logarithm.
         request_id_headers: answer with x-request-id (--enable-request-id-headers).
+        data_parallel_size: engines behind the server, each with the sizes above.
+        data_parallel_start_rank: label of the first of them, above 0 on the later servers of a
+            hybrid deployment.
     """
 
     model: str = "mock"
@@ -48,11 +52,17 @@ class MockWorkerConfig:
     decode_tokens_mean: float = 214.5
     decode_tokens_sigma: float = 1.0
     request_id_headers: bool = False
+    data_parallel_size: int = 1
+    data_parallel_start_rank: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what vLLM would refuse at its start, and speeds that make no sense."""
         if min(self.batch_limit, self.block_tokens, self.queue_max) < 1:
             raise ValueError("batch_limit, block_tokens and queue_max must be at least 1")
+        if not 1 <= self.data_parallel_size <= ENGINES_MAX or self.data_parallel_start_rank < 0:
+            raise ValueError(
+                f"data_parallel_size must be in 1..{ENGINES_MAX} and the start rank at least 0"
+            )
         if not (math.isfinite(self.time_scale) and self.time_scale > 0):
             raise ValueError(f"time_scale must be positive, got {self.time_scale}")
         if self.decode_tokens_mean < 1 or self.decode_tokens_sigma < 0:

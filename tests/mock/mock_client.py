@@ -29,13 +29,14 @@ def unit_config(**overrides: Any) -> MockWorkerConfig:
 async def in_process(**overrides: Any) -> AsyncIterator[tuple[httpx.AsyncClient, MockServer]]:
     """A client that calls the application itself; a response arrives when it is complete."""
     server = MockServer(unit_config(**overrides))
-    engine = asyncio.create_task(server.engine.run())
+    engines = [asyncio.create_task(engine.run()) for engine in server.engines]
     await asyncio.sleep(0)
     transport = httpx.ASGITransport(server.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://mock") as client:
         yield client, server
-    engine.cancel()
-    await asyncio.wait([engine])
+    for engine in engines:
+        engine.cancel()
+    await asyncio.wait(engines)
 
 
 @asynccontextmanager

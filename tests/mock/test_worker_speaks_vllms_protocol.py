@@ -240,6 +240,44 @@ async def test_other_media_types_and_ranks_are_refused() -> None:
             assert answer.status_code == status, rank
 
 
+async def test_requests_go_to_the_rank_they_name_and_else_where_there_is_least() -> None:
+    async with in_process(data_parallel_size=2) as (client, server):
+
+        def finished() -> list[int]:
+            return [engine.series.stats.finished_total for engine in server.engines]
+
+        async def ask(rank: str | None) -> int:
+            headers = {} if rank is None else {"x-data-parallel-rank": rank}
+            return (await client.post("/v1/completions", json=body, headers=headers)).status_code
+
+        body = {**PROMPT, "max_tokens": 5, "ignore_eos": True}
+        assert await asyncio.gather(*(ask("1") for _ in range(4))) == [200] * 4
+        assert finished() == [0, 4]
+        assert await asyncio.gather(*(ask(None) for _ in range(4))) == [200] * 4
+        assert finished() == [2, 6]
+        assert await ask("2") == 400
+        assert finished() == [2, 6]
+
+
+async def test_every_rank_has_its_own_series_on_one_page() -> None:
+    async with in_process(data_parallel_size=2, data_parallel_start_rank=2) as (client, server):
+        body = {**PROMPT, "max_tokens": 5, "ignore_eos": True}
+        await client.post("/v1/completions", json=body, headers={"x-data-parallel-rank": "1"})
+        page = (await client.get("/metrics")).text
+        for wanted in (
+            'vllm:generation_tokens_total{engine="2",model_name="mock"} 0.0',
+            'vllm:generation_tokens_total{engine="3",model_name="mock"} 5.0',
+            'vllm:num_requests_running{engine="2",model_name="mock"} 0.0',
+            'engine="3",kv_cache_max_concurrency',
+        ):
+            assert wanted in page
+        assert page.count("# TYPE vllm:num_requests_running gauge") == 1
+        assert page.count("\nprocess_start_time_seconds ") == 1
+        assert server.engines[1].series.stats.generation_tokens_total == 5
+        filtered = await client.get("/metrics/", params={"name[]": "vllm:num_requests_running"})
+        assert filtered.text.count("vllm:num_requests_running{") == 2
+
+
 async def test_what_fits_only_in_part_is_cut_and_what_is_unknown_is_ignored() -> None:
     async with in_process(context_tokens=100) as (client, _):
         body = {"prompt": [1] * 98, "max_tokens": 100, "ignore_eos": True, "kv_transfer_params": {}}

@@ -63,8 +63,11 @@ class Live:
     workers: tuple[str, ...]
 
     async def until_ready(self) -> None:
-        """Wait until every worker is up."""
-        await until(lambda: self.usable() == len(self.workers), within_s=20.0)
+        """Wait until every worker is up, each rank of it."""
+        known = self.service.queue.stats
+        await until(
+            lambda: self.usable() == len(known().router.workers) >= len(self.workers), within_s=20.0
+        )
 
     def usable(self) -> int:
         """Workers that are up."""
@@ -118,10 +121,17 @@ async def serving(
 
 @asynccontextmanager
 async def serving_mocks(
-    mocks: Sequence[MockServer], *, batch_limit: int = 8, **groups: object
+    mocks: Sequence[MockServer],
+    *,
+    batch_limit: int = 8,
+    data_parallel_size: int = 1,
+    **groups: object,
 ) -> AsyncIterator[Live]:
     """Serve in front of mock workers on real sockets."""
     async with running_mock_workers(mocks) as urls:
-        workers = tuple(WorkerSettings(url=url, batch_limit=batch_limit) for url in urls)
+        workers = tuple(
+            WorkerSettings(url=url, batch_limit=batch_limit, data_parallel_size=data_parallel_size)
+            for url in urls
+        )
         async with serving(urls, workers=workers, **groups) as live:
             yield live

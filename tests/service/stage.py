@@ -76,6 +76,7 @@ class Stage:
     forward: ForwardConfig = field(default_factory=ForwardConfig)
     api_keys: dict[str, str] = field(default_factory=dict)
     models: frozenset[str] | None = frozenset({"m"})
+    ranks: dict[str, int | None] = field(default_factory=dict)
     suspects: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -95,6 +96,8 @@ class Stage:
                 url=f"http://{name}",
                 batch_limit=self.batch_limit,
                 api_key=self.api_keys.get(name),
+                data_parallel_size=8 if name in self.ranks else 1,
+                data_parallel_rank=self.ranks.get(name),
             )
             for name in self.workers
         }

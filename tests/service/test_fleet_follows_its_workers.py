@@ -27,7 +27,7 @@ from tests.clock import run_virtual
 from tests.service.scripted_server import ScriptedServer, client_of, page
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
 CONFIG = WatchConfig()
 
@@ -36,17 +36,15 @@ class Watched:
     """A running fleet over scripted servers, and every event it has published."""
 
     def __init__(
-        self, servers: dict[str, ScriptedServer], config: WatchConfig, **overrides: object
+        self,
+        servers: dict[str, ScriptedServer],
+        config: WatchConfig,
+        workers: Sequence[WorkerConfig],
     ) -> None:
         self.events: list[Event] = []
         self.states: dict[str, list[WorkerState]] = defaultdict(list)
         self.came_up = asyncio.Event()
-        self.fleet = Fleet(
-            [configured(name, **overrides) for name in servers],
-            config,
-            client_of(servers),
-            self.take,
-        )
+        self.fleet = Fleet(workers, config, client_of(servers), self.take)
 
     def take(self, event: Event) -> None:
         self.events.append(event)
@@ -80,7 +78,22 @@ def configured(name: str, **overrides: object) -> WorkerConfig:
 async def watching(
     servers: dict[str, ScriptedServer], config: WatchConfig = CONFIG, **overrides: object
 ) -> AsyncIterator[Watched]:
-    watched = Watched(servers, config, **overrides)
+    workers = [configured(name, **overrides) for name in servers]
+    async with following(Watched(servers, config, workers)) as watched:
+        yield watched
+
+
+@asynccontextmanager
+async def watching_ranks(
+    server: ScriptedServer, ranks: Sequence[WorkerConfig]
+) -> AsyncIterator[Watched]:
+    """Watch a server at http://a by the workers that it is."""
+    async with following(Watched({"a": server}, CONFIG, ranks)) as watched:
+        yield watched
+
+
+@asynccontextmanager
+async def following(watched: Watched) -> AsyncIterator[Watched]:
     task = asyncio.create_task(watched.fleet.run())
     try:
         yield watched

@@ -125,11 +125,16 @@ def running_router(
 
 
 async def until_all_up(router: Router, http: httpx.AsyncClient, urls: Sequence[str]) -> None:
-    """Wait until every worker is in rotation."""
+    """Wait until the worker at every URL is in rotation."""
+    await until_workers_up(router, http, [worker_id(url) for url in urls])
+
+
+async def until_workers_up(router: Router, http: httpx.AsyncClient, names: Sequence[str]) -> None:
+    """Wait until every one of these workers is in rotation."""
     deadline_s = time.monotonic() + READY_MAX_S
     while time.monotonic() < deadline_s:
         page = await router.page(http)
-        if all(page("bidgate_worker_state", worker_id(url), "up") for url in urls):
+        if all(page("bidgate_worker_state", name, "up") for name in names):
             return
         await asyncio.sleep(POLL_S)
     raise AssertionError("not every worker came into rotation")

@@ -61,6 +61,7 @@ class WorkerOptions:
         block_tokens: KV block size in tokens.
         context_max_tokens: --max-model-len.
         shutdown_timeout_s: --shutdown-timeout; 0, its default, may leave requests hanging.
+        data_parallel_size: --data-parallel-size; above 1 every rank is a process of its own.
         model: folder of the model served.
         python: interpreter of the environment that has vLLM.
         extra: further command line arguments.
@@ -71,6 +72,7 @@ class WorkerOptions:
     block_tokens: int = 32
     context_max_tokens: int = 2048
     shutdown_timeout_s: int = 0
+    data_parallel_size: int = 1
     model: Path = MODEL
     python: Path = PYTHON
     extra: tuple[str, ...] = ()
@@ -99,15 +101,19 @@ class WorkerOptions:
             "--enable-auto-tool-choice",
             "--disable-uvicorn-access-log",
         )
+        if self.data_parallel_size > 1:
+            # One API server, so that every rank is on the page of metrics from the start.
+            flags |= {"--data-parallel-size": self.data_parallel_size, "--api-server-count": 1}
         vllm = str(self.python.with_name("vllm"))
         pairs = [text for flag, value in flags.items() for text in (flag, str(value))]
         return [vllm, "serve", str(self.model), *pairs, *switches, *self.extra]
 
 
-def engine_environment() -> dict[str, str]:
+def engine_environment(options: WorkerOptions | None = None) -> dict[str, str]:
     """The engine's settings: offline, one OpenMP thread, dev mode on (loopback only)."""
+    ranks = 1 if options is None else options.data_parallel_size
     return os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(ranks > 1)),
         # vLLM 0.8 knows no "nobind": record_page.py is called with another value for it.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         "OMP_NUM_THREADS": "1",
@@ -139,7 +145,9 @@ def check_machine(count: int, options: WorkerOptions) -> None:
     """Refuse loudly where real workers cannot run."""
     if not options.python.exists():
         raise WorkerError(f"{options.python} is missing: run scripts/vllm-env first")
-    wanted_kib = max(MEMORY_FREE_MIN_KIB, count * MEMORY_PER_WORKER_KIB)
+    wanted_kib = max(
+        MEMORY_FREE_MIN_KIB, count * options.data_parallel_size * MEMORY_PER_WORKER_KIB
+    )
     free_kib = memory_available_kib()
     if free_kib < wanted_kib:
         raise WorkerError(
@@ -204,7 +212,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=engine_environment(),
+                env=engine_environment(self.options),
                 start_new_session=True,
             )
 
