@@ -20,14 +20,15 @@ from structlog.typing import FilteringBoundLogger
 
 from service.central_queue import CentralQueue
 from service.control.router import Router
-from service.edge import Edge
+from service.edge import Doors, Edge, make_ways
 from service.fleet import Fleet
 from service.forwarder import Forwarder
+from service.light import LightPath
 from service.mock.profiles import PROFILES
 from service.mock.serving import running_mock_workers
 from service.mock.worker_config import MockWorkerConfig
 from service.refresher import ThreadRefresher
-from service.routes import answer_unknown_paths, routes
+from service.routes import answer_unknown_paths, routes, with_aliases
 from service.settings import MockConfig, Settings
 from service.telemetry import Sources, Telemetry
 from service.worker_config import WorkerConfig
@@ -41,10 +42,16 @@ Run = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The application, and the queue that whoever stops it must drain."""
+    """The application, and the queue and the light path that whoever stops it must drain."""
 
     app: FastAPI
     queue: CentralQueue
+    light: LightPath
+
+    @property
+    def held(self) -> int:
+        """Requests inside now."""
+        return self.queue.held + self.light.held
 
 
 def build(settings: Settings) -> FastAPI:
@@ -65,6 +72,7 @@ def assemble(settings: Settings) -> Service:
         Sources(
             queue=parts.queue.stats,
             fleet=parts.fleet.stats,
+            light=lambda: (parts.light.held, dict(parts.light.ended)),
             retries=lambda: dict(parts.forwarder.retries),
             refresh_failures=lambda: parts.refresher.failures,
         )
@@ -75,18 +83,31 @@ def assemble(settings: Settings) -> Service:
         lifespan=_lifespan(parts, _mock_fleet(settings.mock, parts.follow)),
     )
     app.include_router(
-        routes(stats=parts.queue.stats, models=parts.fleet.models, telemetry=parts.telemetry)
+        routes(
+            stats=parts.queue.stats,
+            models=lambda: with_aliases(parts.fleet.models(), settings.edge.model_aliases),
+            held=lambda: parts.queue.held + parts.light.held,
+            telemetry=parts.telemetry,
+        )
     )
     answer_unknown_paths(app)
     app.add_middleware(
         Edge,
-        queue=parts.queue,
-        forwarder=parts.forwarder,
+        ways=make_ways(
+            Doors(
+                queue=parts.queue,
+                light=parts.light,
+                forwarder=parts.forwarder,
+                context_tokens=parts.fleet.context_tokens,
+            ),
+            settings.edge,
+            settings.light,
+        ),
         telemetry=parts.telemetry,
         config=settings.edge,
         log=parts.log,
     )
-    return Service(app=app, queue=parts.queue)
+    return Service(app=app, queue=parts.queue, light=parts.light)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +119,7 @@ class _Parts:
     client: httpx.AsyncClient
     fleet: Fleet
     links: _Links
+    light: LightPath
     forwarder: Forwarder
 
     def follow(self, worker: WorkerConfig) -> None:
@@ -138,6 +160,7 @@ def _build_parts(settings: Settings) -> _Parts:
         client=client,
         fleet=fleet,
         links=links,
+        light=LightPath(workers=fleet, draining=lambda: queue.draining, config=settings.light),
         forwarder=forwarder,
     )
 

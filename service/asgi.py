@@ -5,13 +5,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from starlette.types import Message, Receive, Send
 
+from service.control.events import Outcome
 from service.errors import BidgateError, ClientGoneError
 from service.headers import RawHeaders
 from service.interrupt import Interrupt
-from service.placement import Placement
+
+
+class Place(Protocol):
+    """What headers tell about where a request was served.
+
+    Attributes:
+        worker_id: where it was started last.
+        starts: how often it was started.
+        queued_s: wait in the central queue, seconds.
+        first_token_s: when the first output token was seen, on the loop's clock, or None.
+        decode_tokens: output tokens of all its sequences, or None.
+        outcome: how it ends if nothing is raised.
+    """
+
+    worker_id: str
+    starts: int
+    queued_s: float
+    first_token_s: float | None
+    decode_tokens: int | None
+    outcome: Outcome
+
+    def price(self) -> float:
+        """What it costs there, in reward per decode iteration."""
 
 
 class AsgiReply:
@@ -21,24 +45,38 @@ class AsgiReply:
         status: as sent, 0 before.
         complete: whether the last byte was handed over.
         placement: once known, named in the headers.
+        overhead_s: bidgate's own time before the worker, once known.
+        anthropic: whether errors go to Anthropic's clients.
     """
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
+    def __init__(self, send: Send, request_id: bytes, *, tells: bool) -> None:
         self.status = 0
         self.complete = False
-        self.placement: Placement | None = None
+        self.placement: Place | None = None
+        self.overhead_s: float | None = None
+        self.anthropic = False
         self._send = send
         self._request_id = request_id
+        self._tells = tells
 
     async def start(self, status: int, headers: RawHeaders) -> None:
         """Send status and headers."""
         self.status = status
         headers = [*headers, (b"x-request-id", self._request_id)]
-        if self.placement is not None:
-            queued_ms = f"{self.placement.queued_s * 1e3:.1f}".encode()
-            worker = self.placement.worker_id.encode("latin-1", "replace")
-            headers += [(b"x-bidgate-worker", worker), (b"x-bidgate-queue-ms", queued_ms)]
+        if self._tells and self.placement is not None:
+            headers += self._account(self.placement)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def _account(self, place: Place) -> RawHeaders:
+        """Where the request was served, and what that took."""
+        account = [
+            (b"x-bidgate-worker", place.worker_id.encode("latin-1", "replace")),
+            (b"x-bidgate-queue-ms", f"{place.queued_s * 1e3:.1f}".encode()),
+            (b"x-bidgate-price", f"{place.price():.6g}".encode()),
+        ]
+        if self.overhead_s is not None:
+            account.append((b"x-bidgate-overhead-ms", f"{self.overhead_s * 1e3:.2f}".encode()))
+        return account
 
     async def write(self, chunk: bytes) -> None:
         """Send a part of the body."""
@@ -49,15 +87,17 @@ class AsgiReply:
         self.complete = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def fail(self, status: int, body: bytes, retry_after_s: int | None = None) -> None:
-        """Answer with an error object."""
+    async def fail(self, error: BidgateError) -> None:
+        """Answer with an error object; its reason is in a header as well."""
+        body = error.body(anthropic=self.anthropic)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
+            (b"x-bidgate-reason", error.cause.encode()),
         ]
-        if retry_after_s is not None:
-            headers.append((b"retry-after", str(retry_after_s).encode()))
-        await self.start(status, headers)
+        if error.retry_after_s is not None:
+            headers.append((b"retry-after", str(error.retry_after_s).encode()))
+        await self.start(error.status, headers)
         await self.write(body)
         await self.end()
 

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 TICK_RETRY_S: Final = 0.1
 STARTS_REMEMBERED: Final = 64
+PACE_WINDOW_S: Final = 30.0
+RETRY_AFTER_MIN_S: Final = 1
 RETRY_AFTER_MAX_S: Final = 60
 
 
@@ -196,6 +198,11 @@ class CentralQueue:
         self._draining = True
 
     @property
+    def draining(self) -> bool:
+        """Whether new requests are turned away."""
+        return self._draining
+
+    @property
     def held(self) -> int:
         """Requests inside `place` now."""
         return len(self._held)
@@ -228,12 +235,25 @@ class CentralQueue:
         )
 
     def retry_after_s(self) -> int:
-        """In how many seconds as many requests start as are held now, at the pace of late."""
-        times = self._start_times_s
-        if len(times) < 2:
-            return 1
-        pace_s = (times[-1] - times[0]) / (len(times) - 1)
-        return min(max(1, math.ceil(len(self._held) * pace_s)), RETRY_AFTER_MAX_S)
+        """In how many whole seconds those who wait now will have started, at the pace of late.
+
+        The pace is that of the last STARTS_REMEMBERED starts within PACE_WINDOW_S, the time since
+        the last one included: a queue that has stopped draining says so.
+        """
+        waiting = self._router.waiting
+        if not waiting:
+            return RETRY_AFTER_MIN_S
+        now_s = asyncio.get_running_loop().time()
+        recent = [start_s for start_s in self._start_times_s if start_s > now_s - PACE_WINDOW_S]
+        if not recent:
+            return RETRY_AFTER_MAX_S if self._start_times_s else RETRY_AFTER_MIN_S
+        pace_s = (now_s - recent[0]) / len(recent)
+        return min(max(RETRY_AFTER_MIN_S, math.ceil(waiting * pace_s)), RETRY_AFTER_MAX_S)
+
+    def price(self, request: Request, worker_id: str) -> float:
+        """What a request costs at a worker now: its slots and its prompt's KV for one iteration."""
+        slot, kv_token = self._router.prices_of(worker_id)
+        return request.sequences * (slot + request.prompt_tokens * kv_token)
 
     def new_turn(self) -> asyncio.Future[Command]:
         """A future the next command for a placement resolves."""

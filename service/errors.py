@@ -5,9 +5,13 @@
     |   |-- BadRequestError         400 invalid_request_error
     |   |-- BodyTooLargeError       413 invalid_request_error
     |   |-- BodyTooSlowError        408 timeout_error
-    |   `-- UnauthorizedError       401 authentication_error
+    |   |-- UnauthorizedError       401 authentication_error
+    |   |-- OperatorRouteError      403 permission_error
+    |   |-- MethodNotAllowedError   405 invalid_request_error
+    |   `-- UnknownResponseError    404 not_found_error: no worker is known to hold it
     |-- ClientGoneError             499 in logs only: nobody is left to read an answer
     |-- RefusedError(reason)            REFUSAL_ANSWERS, one row per Refusal
+    |-- DeadlineExceededError       504 timeout_error: the client's own deadline has passed
     |-- UpstreamError                   the worker's fault
     |   |-- WorkerUnreachableError  502 bad_gateway: no connection, so nothing was generated
     |   |-- WorkerBrokeError        502 bad_gateway: the connection died after the request was sent
@@ -33,6 +37,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ASK_LATER_S: Final = 5
+ANTHROPIC_TYPES: Final = MappingProxyType(
+    {
+        "server_error": "api_error",
+        "bad_gateway": "api_error",
+        "service_unavailable": "overloaded_error",
+    }
+)
+"""Anthropic's names of error types, where they differ from OpenAI's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,7 @@ REFUSAL_ANSWERS: Final[Mapping[Refusal, Answer]] = MappingProxyType(
     {
         Refusal.QUEUE_FULL: Answer(429, "rate_limit_error", "queue_full", retry=True),
         Refusal.WAITED_TOO_LONG: Answer(429, "rate_limit_error", "waited_too_long", retry=True),
+        Refusal.WOULD_WAIT: Answer(429, "rate_limit_error", "would_wait", retry=True),
         Refusal.TOO_LARGE: Answer(400, "invalid_request_error", "context_length_exceeded"),
         Refusal.UNKNOWN_MODEL: Answer(404, "not_found_error", "model_not_found"),
         Refusal.NO_WORKER: Answer(503, "service_unavailable", "no_worker", retry=True),
@@ -92,9 +105,14 @@ class BidgateError(Exception):
         """HTTP status."""
         return self.reply.status
 
-    def body(self) -> bytes:
-        """The OpenAI error object, as JSON."""
-        return error_body(str(self), self.reply, self.param)
+    @property
+    def cause(self) -> str:
+        """What a program may tell causes apart by: the code, else the type."""
+        return self.reply.code or self.reply.type
+
+    def body(self, *, anthropic: bool = False) -> bytes:
+        """The OpenAI error object, as JSON; with what Anthropic's clients look for as well."""
+        return error_body(str(self), self.reply, self.param, anthropic=anthropic)
 
 
 class ClientError(BidgateError):
@@ -123,6 +141,30 @@ class UnauthorizedError(ClientError):
     """The API key is missing or wrong."""
 
     answer = Answer(401, "authentication_error", "invalid_api_key")
+
+
+class OperatorRouteError(ClientError):
+    """The route acts on one engine, for which operators ask that engine."""
+
+    answer = Answer(403, "permission_error", "operator_route")
+
+
+class MethodNotAllowedError(ClientError):
+    """The route takes another method."""
+
+    answer = Answer(405, "invalid_request_error", "method_not_allowed")
+
+
+class UnknownResponseError(ClientError):
+    """Nobody is known to hold the stored response."""
+
+    answer = Answer(404, "not_found_error", "response_not_found")
+
+
+class DeadlineExceededError(BidgateError):
+    """The client's own deadline has passed."""
+
+    answer = Answer(504, "timeout_error", "deadline_exceeded")
 
 
 class ClientGoneError(BidgateError):
@@ -175,7 +217,13 @@ class RouterBrokeError(BidgateError):
     """Our own bug."""
 
 
-def error_body(message: str, answer: Answer, param: str | None = None) -> bytes:
-    """Write the OpenAI error object that every client library understands."""
-    detail = {"message": message, "type": answer.type, "param": param, "code": answer.code}
-    return orjson.dumps({"error": detail})
+def error_body(
+    message: str, answer: Answer, param: str | None = None, *, anthropic: bool = False
+) -> bytes:
+    """Write the OpenAI error object that every client library understands.
+
+    Anthropic's clients want a type beside it, and names of their own for two of ours.
+    """
+    kind = ANTHROPIC_TYPES.get(answer.type, answer.type) if anthropic else answer.type
+    detail = {"message": message, "type": kind, "param": param, "code": answer.code}
+    return orjson.dumps({"type": "error", "error": detail} if anthropic else {"error": detail})

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from service.fleet_types import WatchConfig, WatchStats
+    from service.fleet_types import Candidate, WatchConfig, WatchStats
     from service.watched_worker import Publish
     from service.worker_config import WorkerConfig
     from service.worker_probe import ModelCard
@@ -132,6 +132,21 @@ class Fleet:
                 if _length_limit(card) < _length_limit(known):
                     union[str(card["id"])] = card
         return {"object": "list", "data": list(union.values())}
+
+    def candidates(self, model: str) -> tuple[Candidate, ...]:
+        """Return the workers that are up and serve a model, or may; "" is any model."""
+        return tuple(
+            one for watch in self._servers() if watch.serves(model) for one in watch.candidates()
+        )
+
+    def knows(self, model: str) -> bool:
+        """Whether any worker, up or not, is known or allowed to serve a model."""
+        return not self._watches or any(watch.serves(model) for watch in self._watches.values())
+
+    def context_tokens(self, model: str) -> int | None:
+        """Return the longest context of a model among the workers, or None when nobody told."""
+        told = [watch.context_tokens(model) for watch in self._watches.values()]
+        return max((limit for limit in told if limit is not None), default=None)
 
     def stats(self) -> tuple[WatchStats, ...]:
         """Return every worker's counters and gauges; call it from the event loop."""

@@ -54,6 +54,19 @@ class WatchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A worker that could take a light request.
+
+    Attributes:
+        worker_id: which.
+        load: requests it said to have, over its batch limit; 0 when it has not said.
+    """
+
+    worker_id: str
+    load: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WatchStats:
     """One worker for metrics and tests.
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -19,7 +19,9 @@ import httpx
 
 from service.control.events import Outcome
 from service.errors import (
+    BidgateError,
     ClientGoneError,
+    DeadlineExceededError,
     UpstreamError,
     WorkerBrokeError,
     WorkerLateError,
@@ -27,8 +29,8 @@ from service.errors import (
 )
 from service.headers import DATA_PARALLEL_RANK, RawHeaders, first, to_client
 from service.interrupt import Interrupt, Watchdog
-from service.placement import Placement
-from service.sse import SseMeter, usage_tokens
+from service.sse import Meter, meter_of, usage_tokens
+from service.surface import Api
 from service.worker_config import WorkerConfig
 
 BUSY_STATUSES: Final = (429, 503)
@@ -86,12 +88,41 @@ class Call:
     Attributes:
         path: with a query string, if any: "/v1/completions".
         headers: cleaned by headers.to_worker, request id included.
-        body: as sent.
+        body: as sent; parts that come as they come can be sent only once.
+        method: HTTP method.
+        api: format of request and answer.
+        deadline_s: when the answer is worth nothing any more, on the loop's clock, or None.
     """
 
     path: str
     headers: RawHeaders
-    body: bytes
+    body: bytes | AsyncIterable[bytes]
+    method: str = "POST"
+    api: Api = Api.TEXT
+    deadline_s: float | None = None
+
+
+class Place(Protocol):
+    """A place at a worker: a reservation of the queue, or a light one.
+
+    Attributes:
+        worker_id: where the request goes now.
+        decode_tokens: output tokens of all its sequences seen so far, or None.
+        outcome: how the request ends if nothing is raised.
+    """
+
+    worker_id: str
+    decode_tokens: int | None
+    outcome: Outcome
+
+    def first_token(self) -> None:
+        """Take note of the first output token."""
+
+    def progressed(self, decode_tokens: int) -> None:
+        """Take note of output tokens so far, over all sequences."""
+
+    async def returned(self) -> None:
+        """Give the place back, as the worker did not take the request, and wait for another."""
 
 
 class Reply(Protocol):
@@ -132,19 +163,20 @@ class Forwarder:
         timeout_s = httpx.Timeout(None, connect=config.connect_timeout_s)
         self._extensions = {"timeout": timeout_s.as_dict()}
 
-    async def relay(self, call: Call, placement: Placement, reply: Reply) -> None:
+    async def relay(self, call: Call, placement: Place, reply: Reply) -> None:
         """Send a placed request to its worker and the response to the client.
 
         An event stream that dies ends with an error event and without `[DONE]`.
 
         Raises:
             UpstreamError: the worker failed; if the response had begun it was finished or cut.
+            DeadlineExceededError: the call's deadline passed; likewise.
             ClientGoneError: the client stopped reading.
             RefusedError: after a worker did not take it, no other could.
         """
-        relay = _Relay(placement, reply, self._config)
+        relay = _Relay(call, placement, reply, self._config)
         try:
-            with Interrupt() as interrupt:
+            with Interrupt() as interrupt, _deadline(interrupt, call.deadline_s):
                 relay.watchdog = Watchdog(interrupt)
                 try:
                     response = await self._open(call, relay)
@@ -154,8 +186,9 @@ class Forwarder:
                         await response.aclose()
                 finally:
                     relay.watchdog.stop()
-        except UpstreamError as error:
-            self._judge(placement.worker_id, broke=True)
+        except (UpstreamError, DeadlineExceededError) as error:
+            if isinstance(error, UpstreamError):
+                self._judge(placement.worker_id, broke=True)
             await relay.break_off(error)
             raise
         self._judge(placement.worker_id, broke=relay.worker_broke)
@@ -182,7 +215,8 @@ class Forwarder:
                     raise
                 self.retries["connect"] += 1
             else:
-                if last or response.status_code not in BUSY_STATUSES:
+                once = not isinstance(call.body, bytes)
+                if last or once or response.status_code not in BUSY_STATUSES:
                     return response
                 await response.aclose()
                 self.retries["busy"] += 1
@@ -210,7 +244,7 @@ class Forwarder:
             rank = str(worker.data_parallel_rank).encode()
             headers = [*headers, (DATA_PARALLEL_RANK, rank)]
         request = httpx.Request(
-            "POST",
+            call.method,
             self._url(worker.url, call.path),
             headers=headers,
             content=call.body,
@@ -230,11 +264,12 @@ class _Relay:
     watchdog: Watchdog
     worker_broke = False
 
-    def __init__(self, placement: Placement, reply: Reply, config: ForwardConfig) -> None:
+    def __init__(self, call: Call, placement: Place, reply: Reply, config: ForwardConfig) -> None:
         self.placement = placement
+        self._api = call.api
         self._reply = reply
         self._config = config
-        self._meter: SseMeter | None = None
+        self._meter: Meter | None = None
 
     def expect_first_byte(self) -> None:
         self.watchdog.expect(self._late, self._config.first_byte_timeout_s)
@@ -250,7 +285,7 @@ class _Relay:
             if first(headers, b"x-accel-buffering") is None:
                 headers.append((b"x-accel-buffering", b"no"))
             # Into compressed bytes no error event can be written, nor tokens counted in them.
-            self._meter = SseMeter() if plain else None
+            self._meter = meter_of(self._api) if plain else None
         await self._reply.start(response.status_code, headers)
         try:
             if self._meter is not None:
@@ -264,17 +299,18 @@ class _Relay:
         self.watchdog.stop()
         await self._reply.end()
 
-    async def break_off(self, error: UpstreamError) -> None:
+    async def break_off(self, error: BidgateError) -> None:
         """Tell the reader of a begun event stream that it is not complete."""
         if self._meter is None:
             return
         gap = b"\n\n" if self._meter.mid_event else b""
+        body = error.body(anthropic=self._api is Api.MESSAGES)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.client_stall_timeout_s):
-                await self._reply.write(gap + b"data: " + error.body() + b"\n\n")
+                await self._reply.write(gap + self._meter.error_event(body))
                 await self._reply.end()
 
-    async def _pass_events(self, response: httpx.Response, meter: SseMeter) -> None:
+    async def _pass_events(self, response: httpx.Response, meter: Meter) -> None:
         placement, reply, config = self.placement, self._reply, self._config
         expect = self.watchdog.expect
         assert isinstance(response.stream, httpx.AsyncByteStream)
@@ -307,6 +343,20 @@ class _Relay:
 
     def _late(self) -> WorkerLateError:
         return WorkerLateError(f"worker {self.placement.worker_id} sent nothing for too long")
+
+
+@contextlib.contextmanager
+def _deadline(interrupt: Interrupt, at_s: float | None) -> Iterator[None]:
+    """End the block at a time of the loop's clock."""
+    if at_s is None:
+        yield
+        return
+    error = DeadlineExceededError("the request's deadline has passed")
+    timer = asyncio.get_running_loop().call_at(at_s, interrupt.trip, error)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _is_broken(status: int) -> bool:

@@ -44,6 +44,9 @@ class Desk(Protocol):
     def retry_after_s(self) -> int:
         """When a refused client may try again."""
 
+    def price(self, request: Request, worker_id: str) -> float:
+        """What a request costs at a worker, in reward per decode iteration."""
+
 
 class Placement:
     """One request's reservation, from its arrival until `place` is left.
@@ -79,6 +82,10 @@ class Placement:
         """Report output tokens seen so far, over all sequences; booked with the next tick."""
         self.decode_tokens = decode_tokens
         self._desk.note_progress(self.request.request_id, self._per_sequence(decode_tokens))
+
+    def price(self) -> float:
+        """What the request costs where it was started, in reward per decode iteration."""
+        return self._desk.price(self.request, self.worker_id)
 
     async def returned(self) -> None:
         """Give the start back, as the worker did not take the request, and wait for another.

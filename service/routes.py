@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
+from typing import Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -14,32 +15,41 @@ from service.central_queue import QueueStats
 from service.errors import Answer, error_body
 from service.telemetry import Telemetry
 
+ALIVE_PATHS: Final = ("/health", "/healthz", "/live", "/livez", "/liveness", "/ping")
+READY_PATHS: Final = ("/ready", "/readyz", "/readiness")
+
 
 def routes(
     *,
     stats: Callable[[], QueueStats],
     models: Callable[[], dict[str, object]],
+    held: Callable[[], int],
     telemetry: Telemetry,
 ) -> APIRouter:
     """Build the routes that are not proxied, over what they read."""
     router = APIRouter()
 
-    @router.get("/v1/models")
-    async def list_models() -> dict[str, object]:
-        """The union of what the workers that are up serve."""
-        return models()
+    _add_models(router, models)
 
-    @router.get("/health")
     async def health() -> dict[str, str]:
         """The process is alive."""
         return {"status": "ok"}
 
-    @router.get("/ready")
     async def ready() -> Response:
         """Whether a request sent now would be served; 503 tells load balancers to go elsewhere."""
         trouble = _trouble(stats())
         body = {"status": "ready"} if trouble is None else {"status": "not ready", "why": trouble}
         return JSONResponse(body, status_code=200 if trouble is None else 503)
+
+    for paths, answer in ((ALIVE_PATHS, health), (READY_PATHS, ready)):
+        for path in paths:
+            router.add_api_route(path, answer, include_in_schema=path == paths[0])
+            router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """Requests inside now, as vLLM tells its own."""
+        return {"server_load": held()}
 
     @router.get("/version")
     async def tell_version() -> dict[str, str]:
@@ -58,6 +68,38 @@ def routes(
         return _scarcity(stats())
 
     return router
+
+
+def _add_models(router: APIRouter, models: Callable[[], dict[str, object]]) -> None:
+    @router.get("/v1/models")
+    async def list_models() -> dict[str, object]:
+        """The union of what the workers that are up serve."""
+        return models()
+
+    @router.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> dict[str, object]:
+        """One of them."""
+        card = next((card for card in _cards(models()) if card["id"] == name), None)
+        if card is None:
+            raise HTTPException(404, f"no worker serves the model {name!r}")
+        return card
+
+
+def with_aliases(models: dict[str, object], aliases: Mapping[str, str]) -> dict[str, object]:
+    """Add to a model list the other names of models that are on it."""
+    listed = {str(card["id"]): card for card in _cards(models)}
+    others = [
+        {**listed[model], "id": alias}
+        for alias, model in aliases.items()
+        if model in listed and alias not in listed
+    ]
+    return {**models, "data": [*listed.values(), *others]}
+
+
+def _cards(models: dict[str, object]) -> list[dict[str, object]]:
+    cards = models["data"]
+    assert isinstance(cards, list), "a model list is one"
+    return cards
 
 
 def answer_unknown_paths(app: FastAPI) -> None:

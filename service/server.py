@@ -41,7 +41,7 @@ class DrainingServer(uvicorn.Server):
                 timeout_graceful_shutdown=LAST_BYTES_S,
             )
         )
-        self._queue = service.queue
+        self._service = service
         self._drain_s = config.drain_s
         self._log = log
         self._drain_until_s: float | None = None
@@ -62,9 +62,9 @@ class DrainingServer(uvicorn.Server):
     def _drain(self) -> None:
         now_s = asyncio.get_running_loop().time()
         if self._drain_until_s is None:
-            self._queue.drain()
+            self._service.queue.drain()
             self._drain_until_s = now_s + self._drain_s
-            self._log.info("draining", held=self._queue.held, limit_s=self._drain_s)
-        if not self._queue.held or now_s >= self._drain_until_s:
-            self._log.info("stopping", held=self._queue.held)
+            self._log.info("draining", held=self._service.held, limit_s=self._drain_s)
+        if not self._service.held or now_s >= self._drain_until_s:
+            self._log.info("stopping", held=self._service.held)
             self.should_exit = True

@@ -30,6 +30,7 @@ from service.control.config import ControlConfig
 from service.edge import EdgeConfig
 from service.fleet_types import WatchConfig
 from service.forwarder import ForwardConfig
+from service.light import LightConfig
 from service.logs import LogFormat, LogLevel
 from service.mock.profiles import LLAMA_3_8B_A100, PROFILES
 from service.worker_config import WorkerConfig
@@ -136,6 +137,9 @@ class Settings(BaseSettings):
     watch: Annotated[
         WatchConfig, Parameter(name="*", group=Group("Watching workers", sort_key=6))
     ] = WatchConfig()
+    light: Annotated[LightConfig, Parameter(name="*", group=Group("Requests", sort_key=4))] = (
+        LightConfig()
+    )
     queue: Annotated[QueueConfig, Parameter(name="*", group=Group("Decision", sort_key=7))] = (
         QueueConfig()
     )

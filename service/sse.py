@@ -1,28 +1,75 @@
 """Read progress from the bytes of a server-sent event stream as they pass, without re-encoding.
 
-A fast scan: JSON escapes newlines and quotes, so a raw `"completion_tokens":` or a line starting
-with `data:` is never model output. Only the first events of a stream, and those that speak of an
-error, are parsed.
+Completions and chats end with `[DONE]`; responses and messages name their events, and a name says
+the end; of other streams nothing is known but their bytes. A fast scan: JSON escapes newlines and
+quotes, so a raw `"completion_tokens":` or a line starting with `data:` is never model output. Only
+the first events of a stream, and those that speak of an error, are parsed.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, Protocol
 
 import orjson
 
-_USAGE: Final = re.compile(rb'"completion_tokens":\s*(\d+)')
+from service.surface import Api
+
+_USAGE: Final = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+_NAMED: Final = re.compile(rb"^event: ?([\w.-]+)", re.MULTILINE)
+ENDS: Final = frozenset(
+    {b"message_stop"} | {b"response." + how for how in (b"completed", b"incomplete", b"cancelled")}
+)
+FAILURES: Final = frozenset({b"error", b"response.failed"})
+NO_TOKEN: Final = b"message_delta"
+"""The one event named a delta that carries no token but the end's reason and the usage."""
 _DONE: Final = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
 EVENT_BYTES_MAX: Final = 1 << 20
 
 
 def usage_tokens(body: bytes) -> int | None:
-    """Find the last completion_tokens in JSON bytes, or None."""
-    if b'"completion_tokens"' not in body:
+    """Find the last completion_tokens or output_tokens in JSON bytes, or None."""
+    if b'_tokens"' not in body:
         return None
     found = _USAGE.findall(body)
     return int(found[-1]) if found else None
+
+
+class Meter(Protocol):
+    """What the relay reads from a stream as it passes.
+
+    Attributes:
+        tokens: output tokens seen so far.
+        done: whether the stream said that it is complete.
+        failed: whether it said that it failed.
+        error_code: the code that came with it, as HTTP means it, or 0.
+    """
+
+    tokens: int
+    done: bool
+    failed: bool
+    error_code: int
+
+    @property
+    def mid_event(self) -> bool:
+        """Whether the last event is incomplete."""
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes, cut anywhere."""
+
+    def error_event(self, body: bytes) -> bytes:
+        """Write an error object as an event that readers of this stream understand."""
+
+
+def meter_of(api: Api) -> Meter:
+    """Choose how a stream is read."""
+    match api:
+        case Api.CHAT | Api.TEXT | Api.TOKENS | Api.CHAT_BATCH:
+            return SseMeter()
+        case Api.RESPONSES | Api.MESSAGES:
+            return NamedEventMeter()
+        case Api.OTHER:
+            return OpaqueMeter()
 
 
 class SseMeter:
@@ -63,6 +110,10 @@ class SseMeter:
         self._rest = data[end:]
         self._count(data[:end] if self._rest else data)
 
+    def error_event(self, body: bytes) -> bytes:
+        """An event with an error object."""
+        return b"data: " + body + b"\n\n"
+
     def _count(self, events: bytes) -> None:
         if b"[DONE]" in events and _DONE.search(events):
             self.done = True
@@ -90,6 +141,75 @@ class SseMeter:
             self.error_code = code if isinstance(code, int) and self.failed else self.error_code
             choices = message.get("choices")
             self.tokens += isinstance(choices, list) and any(map(_bears_token, choices))
+
+
+class NamedEventMeter:
+    """Counts the tokens of one stream of responses or messages: one for each event named a delta.
+
+    A usage object corrects the count.
+
+    Attributes:
+        tokens: output tokens seen so far.
+        done: whether an event that ends the stream came.
+        failed: whether an event that says failure came.
+        error_code: 0, as these streams carry none.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.done = False
+        self.failed = False
+        self.error_code = 0
+        self._rest = b""
+
+    @property
+    def mid_event(self) -> bool:
+        """Whether the last event is incomplete."""
+        return bool(self._rest)
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes, cut anywhere."""
+        data = (self._rest + chunk if self._rest else chunk).replace(b"\r\n", b"\n")
+        end = data.rfind(b"\n\n") + 2
+        if end == 1:
+            self._rest = data if len(data) <= EVENT_BYTES_MAX else data[-2:]
+            return
+        events, self._rest = data[:end], data[end:]
+        for name in _NAMED.findall(events):
+            self.tokens += name.endswith(b"delta") and name != NO_TOKEN
+            self.done |= name in ENDS
+            self.failed |= name in FAILURES
+        told = usage_tokens(events)
+        if told is not None and told > 0:
+            self.tokens = told
+
+    def error_event(self, body: bytes) -> bytes:
+        """A named event with an error object."""
+        return b"event: error\ndata: " + body + b"\n\n"
+
+
+class OpaqueMeter:
+    """Of a stream in an unknown format: it is complete when its connection says so."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.done = True
+        self.failed = False
+        self.error_code = 0
+        self._tail = b"\n\n"
+
+    @property
+    def mid_event(self) -> bool:
+        """Whether the last event is incomplete."""
+        return self._tail != b"\n\n"
+
+    def feed(self, chunk: bytes) -> None:
+        """Remember only how it ends."""
+        self._tail = (self._tail + chunk).replace(b"\r\n", b"\n")[-2:]
+
+    def error_event(self, body: bytes) -> bytes:
+        """An event with an error object."""
+        return b"data: " + body + b"\n\n"
 
 
 def _bears_token(choice: object) -> bool:

@@ -51,6 +51,9 @@ class RequestRecord:
         overhead_s: from the whole body being here to the worker, less the wait in the queue.
         prompt_tokens: estimate.
         decode_tokens: as counted.
+        light: whether it skipped the queue.
+        tenant: who pays, or "".
+        upload_s: how long the body took to arrive; what follows begins then.
     """
 
     request_id: str
@@ -67,6 +70,9 @@ class RequestRecord:
     overhead_s: float | None = None
     prompt_tokens: int | None = None
     decode_tokens: int | None = None
+    light: bool = False
+    tenant: str = ""
+    upload_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +82,14 @@ class Sources:
     Attributes:
         queue: of queue and router.
         fleet: of the watches.
+        light: places lent by the light path now, and how those ended.
         retries: other workers tried, by reason.
         refresh_failures: price refreshes that raised.
     """
 
     queue: Callable[[], QueueStats]
     fleet: Callable[[], tuple[WatchStats, ...]]
+    light: Callable[[], tuple[int, dict[str, int]]]
     retries: Callable[[], dict[str, int]]
     refresh_failures: Callable[[], int]
 
@@ -100,6 +108,9 @@ class Telemetry:
         self._overhead_s = self._histogram(
             "overhead", "Time in bidgate before the worker, without the wait", OVERHEAD_BUCKETS_S
         )
+        self._light_s = self._histogram(
+            "light", "Time from arrival to end, of requests that skip the queue", LATENCY_BUCKETS_S
+        )
         self._responses = Counter(
             "bidgate_responses", "Answers of proxied routes", ["code"], registry=self.registry
         )
@@ -111,7 +122,7 @@ class Telemetry:
     def observe_request(self, record: RequestRecord) -> None:
         """Count one request and write its line."""
         self._responses.labels(code=record.status).inc()
-        self._e2e_s.observe(record.e2e_s)
+        (self._light_s if record.light else self._e2e_s).observe(record.e2e_s)
         for histogram, value in (
             (self._ttft_s, record.ttft_s),
             (self._queued_s, record.queued_s),
@@ -121,7 +132,9 @@ class Telemetry:
                 histogram.observe(value)
         if self._log_requests:
             fields = {
-                key: value for key, value in asdict(record).items() if value not in (None, "")
+                key: value
+                for key, value in asdict(record).items()
+                if value not in (None, "") and value is not False
             }
             for key, value in fields.items():
                 if isinstance(value, float):
@@ -153,6 +166,9 @@ class _StateCollector(Collector):
         yield from _decision_series(queue)
         yield from _worker_series(queue.router.workers)
         yield from _watch_series(self._sources.fleet())
+        held, ended = self._sources.light()
+        yield _gauge("light_running", "Requests at workers that skipped the queue", held)
+        yield _counter("light_ended", "How they ended", _keyed(ended), ["outcome"])
         yield _counter(
             "retries",
             "Other workers tried before the first byte",

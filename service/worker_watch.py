@@ -9,14 +9,14 @@ worker_probe.py for how it is asked, watched_worker.py for what is published.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from service.control.events import WorkerReport, WorkerState
 from service.engine_ranks import discrepancy
-from service.fleet_types import WatchStats
+from service.fleet_types import Candidate, WatchStats
 from service.watched_worker import WatchedWorker
 from service.worker_probe import ProbeFailedError, WorkerProbe
 
@@ -51,6 +51,7 @@ class _Served:
     """What the server says it serves, and whether the controller knows it yet."""
 
     cards: tuple[ModelCard, ...] | None = None
+    contexts: dict[str, int] = field(default_factory=dict)
     names: frozenset[str] | None = None
     news: frozenset[str] | None = None
 
@@ -164,6 +165,28 @@ class WorkerWatch:
         listed = {str(card["id"]): card for card in cards}
         bare: ModelCard = {"object": "model", "created": 0, "owned_by": "vllm"}
         return tuple(listed.get(name, {"id": name, **bare}) for name in sorted(self._server.models))
+
+    def serves(self, model: str) -> bool:
+        """Whether it serves a model, or may: an unknown list and "" match everything."""
+        names = self._served.names
+        return not model or names is None or model in names
+
+    def context_tokens(self, model: str) -> int | None:
+        """Return the context length of a model, if the server told it; "" is its shortest."""
+        contexts = self._served.contexts
+        return contexts.get(model) if model else min(contexts.values(), default=None)
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Return its workers that are up, and how loaded each said it was."""
+        return tuple(
+            Candidate(
+                worker_id=worker.config.worker_id,
+                load=((worker.report.running or 0) + (worker.report.waiting or 0))
+                / worker.config.batch_limit,
+            )
+            for worker in self._workers.values()
+            if worker.state is WorkerState.UP
+        )
 
     def stats(self, now_s: float) -> tuple[WatchStats, ...]:
         """Return every worker's counters and gauges at a time of the loop's clock."""
@@ -310,6 +333,11 @@ class WorkerWatch:
                 self.lose(str(error))
             return
         self._served.cards = cards
+        self._served.contexts = {
+            str(card["id"]): limit
+            for card in cards
+            if isinstance(limit := card.get("max_model_len"), int) and limit > 0
+        }
         names = frozenset(str(card["id"]) for card in cards)
         if self._server.models is None and names and names != self._served.names:
             self._served.names = self._served.news = names

@@ -27,6 +27,7 @@ class Refusal(StrEnum):
     WAITED_TOO_LONG = "waited_too_long"
     TOO_LARGE = "too_large"
     UNKNOWN_MODEL = "unknown_model"
+    WOULD_WAIT = "would_wait"
     NO_WORKER = "no_worker"
     DRAINING = "draining"
 
@@ -49,14 +50,18 @@ class Request:
         prompt_tokens: s_j, exact or estimated; > 0 after rounding up.
         decode_tokens_hint: a forecast that came with the request (client header, trace), or None.
         decode_tokens_limit: hard bound on the decode length (max_tokens), or None.
+        decode_tokens_floor: the engine stops no earlier (min_tokens), or None.
         model: the model asked for; "" means whatever the worker serves.
         tenant: who pays; "" for the anonymous tenant.
         group: bounded label under which the length predictor pools requests.
         sequences: parallel sequences (n x prompts); each takes a batch slot and its own KV.
         value: multiplies the request's reward; > 0; 1 is ordinary traffic.
         ttft_bound_s: the request's own bound on time to first token, or None for the fleet's.
-        max_wait_s: longest time in the central queue, or None for the fleet's.
+        e2e_bound_s: the request's own bound on end-to-end time, or None for the fleet's.
+        max_wait_s: longest time in the central queue, or None for the fleet's; 0 starts at the
+            first decision or not at all.
         streams: whether tokens are seen one by one (else progress is extrapolated).
+        pinned_worker: the only worker that can serve it (it holds the state), or "".
     """
 
     request_id: str
@@ -64,20 +69,23 @@ class Request:
     prompt_tokens: int
     decode_tokens_hint: int | None = None
     decode_tokens_limit: int | None = None
+    decode_tokens_floor: int | None = None
     model: str = ""
     tenant: str = ""
     group: str = ""
     sequences: int = 1
     value: float = 1.0
     ttft_bound_s: float | None = None
+    e2e_bound_s: float | None = None
     max_wait_s: float | None = None
     streams: bool = True
+    pinned_worker: str = ""
 
     def __post_init__(self) -> None:
         """Refuse values no request can have."""
         if self.prompt_tokens < 0 or self.sequences < 1:
             raise ValueError("prompt_tokens must be >= 0 and sequences >= 1")
-        for name in ("decode_tokens_hint", "decode_tokens_limit"):
+        for name in ("decode_tokens_hint", "decode_tokens_limit", "decode_tokens_floor"):
             tokens = getattr(self, name)
             if tokens is not None and tokens < 1:
                 raise ValueError(f"{name} must be at least 1, got {tokens}")

@@ -225,6 +225,11 @@ class FleetState:
                 self._shapes[model] = found
         return found
 
+    def shapes_of(self, worker_id: str) -> Shapes:
+        """The limits of one worker alone; none when it is not in the fleet."""
+        alone = np.array([known == worker_id for known in self.worker_ids], dtype=np.bool_)
+        return Shapes(self._limits(alone & self._up), self._limits(alone))
+
     def _limits(self, workers: BoolArray) -> frozenset[Limits]:
         batch, block = (self._numbers[name][workers] for name in ("batch_limit", "block_tokens"))
         capacity = self._numbers["kv_capacity_tokens"][workers]

@@ -242,14 +242,15 @@ class ForwardLp:
         """(n,) normalised rewards of starting now."""
         pace_s = float(view.fleet.iteration_s.mean()) if len(view.fleet) else 1.0
         weights = self._config.weights
-        own = view.waiting.ttft_bound_s
-        bound_s = np.where(np.isnan(own), weights.ttft_bound_s, own)
+        ttft_s, e2e_s = view.waiting.ttft_bound_s, view.waiting.e2e_bound_s
+        ttft_bound_s = np.where(np.isnan(ttft_s), weights.ttft_bound_s, ttft_s)
+        e2e_bound_s = np.where(np.isnan(e2e_s), weights.e2e_bound_s, e2e_s)
         times = StartTimes(
             waited=(view.now_s - view.waiting.arrival_s) / pace_s,
             decode_tokens=view.waiting.decode_tokens,
             left=float(view.horizon.iterations),
-            e2e_bound=weights.e2e_bound_s / pace_s,
-            ttft_bound=bound_s / pace_s,
+            e2e_bound=e2e_bound_s / pace_s,
+            ttft_bound=ttft_bound_s / pace_s,
         )
         return view.waiting.value * start_reward(weights, times) / self._normalizer()
 

@@ -71,12 +71,18 @@ class LengthPredictor:
         self._ratio_unit = 2.0 ** (GRID_OCTAVES // 2)
 
     def forecast(self, request: Request) -> Forecast:
-        """Forecast one request: its hint if it has one, else the mean of its pool, capped."""
+        """Forecast one request: its hint if it has one, else the mean of its pool, capped.
+
+        A floor above the mean is a hint itself: the engine decodes at least that much.
+        """
         if request.decode_tokens_hint is not None:
             tokens, pool, scale = request.decode_tokens_hint, 1, float(request.decode_tokens_hint)
         else:
             pool = self._pools.get(request.group, 0)
             tokens, scale = round(self._mean(pool)), 1.0
+            floor = request.decode_tokens_floor
+            if floor is not None and floor > tokens:
+                tokens, pool, scale = floor, 1, float(floor)
         if request.decode_tokens_limit is not None:
             tokens = min(tokens, request.decode_tokens_limit)
         return Forecast(max(1, tokens), pool, scale)

@@ -239,14 +239,15 @@ class PublishedLp:
         """(n,) r^norm = min(r / normalizer, 1) ([OLP] B.2)."""
         pace_s = float(view.fleet.iteration_s.mean())
         weights = self._config.weights
-        own = view.waiting.ttft_bound_s
-        bound_s = np.where(np.isnan(own), weights.ttft_bound_s, own)
+        ttft_s, e2e_s = view.waiting.ttft_bound_s, view.waiting.e2e_bound_s
+        ttft_bound_s = np.where(np.isnan(ttft_s), weights.ttft_bound_s, ttft_s)
+        e2e_bound_s = np.where(np.isnan(e2e_s), weights.e2e_bound_s, e2e_s)
         times = StartTimes(
             waited=np.floor((view.now_s - view.waiting.arrival_s) / pace_s + 1e-9),
             decode_tokens=view.waiting.decode_tokens,
             left=self._left(moment),
-            e2e_bound=weights.e2e_bound_s / pace_s,
-            ttft_bound=bound_s / pace_s,
+            e2e_bound=e2e_bound_s / pace_s,
+            ttft_bound=ttft_bound_s / pace_s,
         )
         reward = view.waiting.value * start_reward(weights, times)
         return np.minimum(reward / self._normalizer(view), 1.0)

@@ -12,7 +12,7 @@ from typing import assert_never
 import numpy as np
 
 from service.control.baselines import CentralFcfs
-from service.control.columns import Horizon, IntArray, Usage
+from service.control.columns import FloatArray, Horizon, IntArray, Usage
 from service.control.config import ControlConfig, PolicyName
 from service.control.events import (
     Arrived,
@@ -69,6 +69,7 @@ class Router:
         self._counters = Counters()
         self._adopted_s: float | None = None
         self._asked_s = -np.inf
+        self._natural: tuple[FloatArray, FloatArray] | None = None
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Book one event; answers only refusals that need no decision (queue full, too large).
@@ -94,19 +95,17 @@ class Router:
         return []
 
     def tick(self, now_s: float) -> list[Command]:
-        """Decide: refusals of those who waited too long, then starts in order of admission."""
+        """Decide: refusals of those who waited too long, then starts in order of admission.
+
+        Requests that will not wait at all are refused after the starts.
+        """
         self._counters.ticks += 1
-        commands: list[Command] = []
-        for request_id in self._waiting.expired(now_s):
-            entry = self._waiting.entries[request_id]
-            waited_s = now_s - entry.request.arrival_s
-            detail = f"no worker could start the request within {waited_s:.1f} s"
-            commands.append(self._refuse(request_id, Refusal.WAITED_TOO_LONG, detail))
+        commands = self._refuse_expired(now_s, patient=True)
         commands += self._refuse_unreachable(now_s)
         # Prices that move inside the decision move in every period, whoever waits.
         if (len(self._waiting) or self._config.prices.inline) and self._fleet.up().any():
             commands += self._start(self._decide(now_s), now_s)
-        return commands
+        return commands + self._refuse_expired(now_s, patient=False)
 
     def next_tick_s(self, now_s: float) -> float | None:
         """When the next timer tick is wanted; None while only an event can change anything."""
@@ -141,6 +140,7 @@ class Router:
             self._counters.prices_dropped += 1
             return
         self._policy.adopt(solution)
+        self._natural = None
         self._counters.price_refreshes += 1
         self._adopted_s = now_s
 
@@ -171,6 +171,20 @@ class Router:
             arrivals_per_s=self._arrivals_per_s(now_s),
             workers=self._worker_stats(now_s),
         )
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a start."""
+        return len(self._waiting)
+
+    def prices_of(self, worker_id: str) -> tuple[float, float]:
+        """Mean price of a batch slot and of a KV token on a worker, for one iteration."""
+        if self._natural is None:
+            self._natural = self._policy.natural_prices(self._fleet.worker_ids)
+        g = self._fleet.index.get(worker_id)
+        if g is None or g >= self._natural[0].size:
+            return 0.0, 0.0
+        return float(self._natural[0][g]), float(self._natural[1][g])
 
     def _arrive(self, request: Request) -> list[Command]:
         if request.request_id in self._waiting or request.request_id in self._ledger:
@@ -257,6 +271,7 @@ class Router:
                 self._ledger.drop_worker(self._fleet.remove(worker_id))
             case _:
                 assert_never(event)
+        self._natural = None
         if self._fleet.version != version:
             self._waiting.refit(self._fleet)
         if was_up and not self._fleet.up().any():
@@ -266,6 +281,21 @@ class Router:
         self._waiting.remove(request_id)
         self._counters.refused[reason] += 1
         return Refuse(request_id, reason, detail)
+
+    def _refuse_expired(self, now_s: float, *, patient: bool) -> list[Command]:
+        """Refuse those whose wait is over, of those who would wait or of those who would not."""
+        commands: list[Command] = []
+        for request_id in self._waiting.expired(now_s):
+            request = self._waiting.entries[request_id].request
+            if (request.max_wait_s != 0) is not patient:
+                continue
+            reason, detail = Refusal.WOULD_WAIT, "no worker can start the request now"
+            if patient:
+                waited_s = now_s - request.arrival_s
+                reason = Refusal.WAITED_TOO_LONG
+                detail = f"no worker could start the request within {waited_s:.1f} s"
+            commands.append(self._refuse(request_id, reason, detail))
+        return commands
 
     def _refuse_unreachable(self, now_s: float) -> list[Command]:
         """Refuse those who have waited the hold time for any worker that serves them to come up."""
@@ -283,6 +313,8 @@ class Router:
 
     def _decide(self, now_s: float) -> list[Pair]:
         view = self._view(now_s)
+        if self._config.prices.inline:
+            self._natural = None
         try:
             return _checked(self._policy.decide(view), view)
         except Exception as fault:  # the one place: a broken policy must not stop the service

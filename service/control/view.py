@@ -34,7 +34,7 @@ class Waiting:
         arrival_s: seconds. order: rank by arrival, breaks ties.
         prompt_tokens: s. decode_tokens: o^. sequences: batch slots wanted.
         kv_max: KV tokens a sequence that the worker a column was capped to has.
-        value: reward multiplier. ttft_bound_s: own bound, NaN for the fleet's.
+        value: reward multiplier. ttft_bound_s, e2e_bound_s: own bounds, NaN for the fleet's.
         kind: row of `reach`; requests of one model that avoid the same workers share a row.
         reach: (kinds, g) worker is up, serves the model, and was not just tried in vain.
     """
@@ -47,6 +47,7 @@ class Waiting:
     sequences: FloatArray
     value: FloatArray
     ttft_bound_s: FloatArray
+    e2e_bound_s: FloatArray
     kind: IntArray
     reach: BoolArray
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from service.control.tables import Table
 from service.control.view import Waiting
 
 FIRST_KINDS = 8
+
+Kind: TypeAlias = tuple[str | None, frozenset[str], str]
+"""A model, the workers to avoid, and the worker it is pinned to or ""."""
 
 
 @dataclass(slots=True)
@@ -49,7 +53,8 @@ def fit_to_fleet(entry: Entry, fleet: FleetState) -> None:
     could ever hold would wait for ever.
     """
     request = entry.request
-    shapes = fleet.shapes(request.model)
+    pinned = request.pinned_worker
+    shapes = fleet.shapes_of(pinned) if pinned else fleet.shapes(request.model)
     able = [limits for limits in shapes.up if request.prompt_tokens < limits.room]
     able = able or [limits for limits in shapes.serving if request.prompt_tokens < limits.room]
     entry.too_large = bool(shapes.serving) and not able
@@ -72,23 +77,23 @@ def _column_size(entry: Entry, limits: Limits) -> tuple[int, int, float]:
 class Kinds:
     """Which workers a waiting request may go to, kept once per kind instead of once per request.
 
-    A kind is a model and a set of workers to avoid; the model None is served nowhere. Requests of
-    one kind share a row of `reach`; rows are made when first asked for, and again after the fleet
-    changed.
+    A kind is a model, a set of workers to avoid and the one worker it is pinned to, if any; the
+    model None is served nowhere. Requests of one kind share a row of `reach`; rows are made when
+    first asked for, and again after the fleet changed.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[str | None, frozenset[str]], int] = {}
-        self._kinds: list[tuple[str | None, frozenset[str]] | None] = []
+        self._numbers: dict[Kind, int] = {}
+        self._kinds: list[Kind | None] = []
         self._counts: list[int] = []
         self._free: list[int] = []
         self._due: set[int] = set()
         self._reach: BoolArray = np.zeros((0, 0), dtype=np.bool_)
         self._version = -1
 
-    def enter(self, model: str | None, avoid: set[str]) -> int:
+    def enter(self, model: str | None, avoid: set[str], pinned: str) -> int:
         """Count one request in; returns the number of its kind."""
-        kind = (model, frozenset(avoid))
+        kind = (model, frozenset(avoid), pinned)
         number = self._numbers.get(kind)
         if number is None:
             number = self._free.pop() if self._free else len(self._kinds)
@@ -127,11 +132,13 @@ class Kinds:
         return self._reach[: len(self._kinds)]
 
     @staticmethod
-    def _row(kind: tuple[str | None, frozenset[str]] | None, fleet: FleetState) -> BoolArray:
-        if kind is None or kind[0] is None:
+    def _row(kind: Kind | None, fleet: FleetState) -> BoolArray:
+        model, avoid, pinned = kind or (None, frozenset(), "")
+        if model is None:
             return np.zeros(len(fleet), dtype=np.bool_)
-        model, avoid = kind[0], kind[1]
         row = fleet.up() & fleet.serves(model)
+        if pinned:
+            row = row & np.array([one == pinned for one in fleet.worker_ids], dtype=np.bool_)
         for worker_id in avoid & fleet.index.keys():
             row[fleet.index[worker_id]] = False
         return row
@@ -151,6 +158,7 @@ class WaitingRoom:
             sequences=np.float64,
             value=np.float64,
             ttft_bound_s=np.float64,
+            e2e_bound_s=np.float64,
             expires_s=np.float64,
             kind=np.int64,
         )
@@ -172,7 +180,6 @@ class WaitingRoom:
     def add(self, entry: Entry) -> None:
         """Let a request in."""
         request = entry.request
-        bound_s = np.nan if request.ttft_bound_s is None else request.ttft_bound_s
         self.entries[request.request_id] = entry
         self._table.add(
             request.request_id,
@@ -183,7 +190,8 @@ class WaitingRoom:
             kv_max=entry.kv_max,
             sequences=entry.sequences,
             value=request.value,
-            ttft_bound_s=bound_s,
+            ttft_bound_s=np.nan if request.ttft_bound_s is None else request.ttft_bound_s,
+            e2e_bound_s=np.nan if request.e2e_bound_s is None else request.e2e_bound_s,
             expires_s=entry.expires_s,
             kind=self._enter_kind(entry),
         )
@@ -225,7 +233,9 @@ class WaitingRoom:
                 self._change_kind(request_id)
 
     def _enter_kind(self, entry: Entry) -> int:
-        return self._kinds.enter(None if entry.too_large else entry.request.model, entry.avoid)
+        request = entry.request
+        model = None if entry.too_large else request.model
+        return self._kinds.enter(model, entry.avoid, request.pinned_worker)
 
     def _change_kind(self, request_id: str) -> None:
         row = self._table.row(request_id)
@@ -264,6 +274,7 @@ class WaitingRoom:
             sequences=table["sequences"].copy(),
             value=table["value"].copy(),
             ttft_bound_s=table["ttft_bound_s"].copy(),
+            e2e_bound_s=table["e2e_bound_s"].copy(),
             kind=table["kind"].copy(),
             reach=self._kinds.reach(fleet),
         )

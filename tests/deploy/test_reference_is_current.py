@@ -44,7 +44,7 @@ def test_every_setting_and_metric_is_explained() -> None:
 def _leaves(values: dict[str, object], prefix: str = "") -> list[str]:
     names: list[str] = []
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             names += _leaves(value, f"{prefix}{key}.")
         else:
             names.append(f"{prefix}{key}")

@@ -17,8 +17,10 @@ from service.central_queue import CentralQueue, QueueConfig, QueueStats
 from service.control.config import ControlConfig, PolicyName
 from service.control.events import Outcome, Refusal, WorkerJoined, WorkerSpec
 from service.control.router import Router
-from service.edge import Edge, EdgeConfig
+from service.edge import Doors, Edge, EdgeConfig, make_ways
+from service.fleet_types import Candidate
 from service.forwarder import ForwardConfig, Forwarder
+from service.light import LightConfig, LightPath
 from service.refresher import InlineRefresher
 from service.routes import answer_unknown_paths, routes
 from service.telemetry import Sources, Telemetry
@@ -78,6 +80,18 @@ class Stage:
     models: frozenset[str] | None = frozenset({"m"})
     ranks: dict[str, int | None] = field(default_factory=dict)
     suspects: list[str] = field(default_factory=list)
+    light: LightConfig = field(default_factory=LightConfig)
+    context_tokens: int | None = None
+
+    def candidates(self, model: str) -> tuple[Candidate, ...]:
+        """Every worker is up and serves the same models."""
+        if not self.knows(model):
+            return ()
+        return tuple(Candidate(worker_id=name, load=0.0) for name in self.workers)
+
+    def knows(self, model: str) -> bool:
+        """Whether the workers serve a model."""
+        return not model or self.models is None or model in self.models
 
     def __post_init__(self) -> None:
         log = structlog.get_logger()
@@ -107,10 +121,14 @@ class Stage:
             config=self.forward,
             suspect=self.suspects.append,
         )
+        self.light_path = LightPath(
+            workers=self, draining=lambda: self.queue.draining, config=self.light
+        )
         self.telemetry.watch(
             Sources(
                 queue=self.queue.stats,
                 fleet=lambda: (),
+                light=lambda: (self.light_path.held, dict(self.light_path.ended)),
                 retries=lambda: dict(self.forwarder.retries),
                 refresh_failures=lambda: 0,
             )
@@ -118,13 +136,26 @@ class Stage:
         inner = FastAPI()
         models: dict[str, object] = {"object": "list", "data": []}
         inner.include_router(
-            routes(stats=self.queue.stats, models=lambda: models, telemetry=self.telemetry)
+            routes(
+                stats=self.queue.stats,
+                models=lambda: models,
+                held=lambda: self.queue.held + self.light_path.held,
+                telemetry=self.telemetry,
+            )
         )
         answer_unknown_paths(inner)
         self.app = Edge(
             inner,
-            queue=self.queue,
-            forwarder=self.forwarder,
+            ways=make_ways(
+                Doors(
+                    queue=self.queue,
+                    light=self.light_path,
+                    forwarder=self.forwarder,
+                    context_tokens=lambda _: self.context_tokens,
+                ),
+                self.edge,
+                self.light,
+            ),
             telemetry=self.telemetry,
             config=self.edge,
             log=log,
@@ -149,6 +180,7 @@ class Stage:
             assert stats.imbalance == 0
             assert (stats.event_errors, stats.tick_errors) == (0, 0)
             assert (stats.held, stats.router.waiting, stats.router.running) == (0, 0, 0)
+            assert self.light_path.held == 0
         finally:
             task.cancel()
 

@@ -10,18 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import BadRequestError
-from service.intake import (
-    COUNT_MAX,
-    MESSAGE_TOKENS,
-    OTHER_PART_TOKENS,
-    BodyFacts,
-    read_body,
-    read_headers,
-)
+from service.hints import read_headers
+from service.intake import COUNT_MAX, BodyFacts, Rules, read_body
+from service.prompts import MESSAGE_TOKENS, OTHER_PART_TOKENS
+from service.surface import Api
+
+AS_IT_IS = Rules(aliases={}, forward_priority=True)
 
 
-def read(*, chat: bool = False, **fields: object) -> BodyFacts:
-    return read_body(json.dumps(fields).encode(), chat=chat)
+def read(api: Api = Api.TEXT, **fields: object) -> BodyFacts:
+    return read_raw(json.dumps(fields).encode(), api)
+
+
+def read_raw(body: bytes, api: Api = Api.TEXT) -> BodyFacts:
+    return read_body(body, api, AS_IT_IS)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def test_a_chat_prompt_is_its_texts_its_parts_its_tools_and_the_template() -> No
     ]
     tools = [{"type": "function"}]
     tool_tokens = -(-len(json.dumps(tools)) // 4)
-    facts = read(chat=True, messages=messages, tools=tools)
+    facts = read(Api.CHAT, messages=messages, tools=tools)
     assert facts.prompt_tokens == 3 * MESSAGE_TOKENS + 1 + 2 + OTHER_PART_TOKENS + tool_tokens
 
 
@@ -71,7 +73,7 @@ def test_a_chat_prompt_is_its_texts_its_parts_its_tools_and_the_template() -> No
 def test_the_limit_is_what_the_engine_would_take(
     chat: bool, fields: dict[str, object], limit: int | None
 ) -> None:
-    assert read(chat=chat, **fields).decode_tokens_limit == limit
+    assert read(Api.CHAT if chat else Api.TEXT, **fields).decode_tokens_limit == limit
 
 
 @pytest.mark.parametrize(
@@ -99,14 +101,14 @@ def test_branches_multiply_prompts() -> None:
 )
 def test_nesting_beyond_reason_is_refused(body: str) -> None:
     with pytest.raises(BadRequestError):
-        read_body((body % ("[" * 1020 + "]" * 1020)).encode(), chat=True)
+        read_raw((body % ("[" * 1020 + "]" * 1020)).encode(), Api.CHAT)
 
 
 def test_numbers_no_engine_can_mean_are_capped() -> None:
     huge = "1" + "0" * 400
     # Not a number is what makes the lenient parser read it, with integers of any size.
     body = '{"max_tokens": H, "n": H, "nvext": {"agent_hints": {"osl": H}}, "seed": NaN}'
-    facts = read_body(body.replace("H", huge).encode(), chat=False)
+    facts = read_raw(body.replace("H", huge).encode())
     assert facts.decode_tokens_limit == facts.decode_tokens_hint == facts.sequences == COUNT_MAX
     assert read_headers([(b"x-bidgate-decode-tokens", b"1e300")]).decode_tokens_hint == COUNT_MAX
 
@@ -164,6 +166,16 @@ FIELDS = st.sampled_from(
         "osl",
         "kv_transfer_params",
         "ignore_eos",
+        "min_tokens",
+        "input",
+        "instructions",
+        "system",
+        "type",
+        "output",
+        "token_ids",
+        "sampling_params",
+        "max_output_tokens",
+        "prompt_embeds",
     ]
 )
 JSON = st.recursive(
@@ -173,13 +185,13 @@ JSON = st.recursive(
 )
 
 
-@given(payload=st.dictionaries(FIELDS, JSON, max_size=8), chat=st.booleans())
+@given(payload=st.dictionaries(FIELDS, JSON, max_size=8), api=st.sampled_from(Api))
 def test_any_json_object_is_read_or_refused_never_a_crash(
-    payload: dict[str, object], chat: bool
+    payload: dict[str, object], api: Api
 ) -> None:
     body = json.dumps(payload).encode()
     try:
-        facts = read_body(body, chat=chat)
+        facts = read_raw(body, api)
     except BadRequestError:
         return
     assert facts.prompt_tokens >= 1
@@ -191,4 +203,4 @@ def test_any_json_object_is_read_or_refused_never_a_crash(
 @given(body=st.binary(max_size=60))
 def test_any_bytes_are_read_or_refused_never_a_crash(body: bytes) -> None:
     with contextlib.suppress(BadRequestError):
-        read_body(body, chat=True)
+        read_raw(body, Api.CHAT)

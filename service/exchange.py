@@ -1,0 +1,65 @@
+"""1 edge, one proxied request from its first byte to its last: where it is from and how it goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import quote
+
+from starlette.types import Receive, Scope
+
+from service.asgi import AsgiReply
+from service.headers import RawHeaders
+from service.surface import Route
+from service.telemetry import RequestRecord
+
+
+@dataclass
+class Exchange:
+    """One request and its answer.
+
+    Attributes:
+        scope: the ASGI scope. receive: where the body comes from. reply: where the answer goes.
+        route: where its path leads.
+        record: what will be told about it.
+        arrival_s: when it was here as a whole, on the loop's clock; before, when it began.
+    """
+
+    scope: Scope
+    receive: Receive
+    reply: AsgiReply
+    route: Route
+    record: RequestRecord
+    arrival_s: float
+
+    @property
+    def headers(self) -> RawHeaders:
+        """Lower-case names and values as the client sent them."""
+        headers: RawHeaders = self.scope["headers"]
+        return headers
+
+    @property
+    def target(self) -> str:
+        """Path and query for the worker; escapes stay as they are."""
+        raw = self.scope.get("raw_path") or quote(self.scope["path"]).encode()
+        path = raw.decode("latin-1").rstrip("/") if self.route.response_id else self.route.path
+        if path is self.route.path:
+            path = quote(path)
+        query = self.scope["query_string"].decode("latin-1")
+        return f"{path}?{query}" if query else path
+
+    def arrived(self, now_s: float) -> None:
+        """The body is here: from now on the time counts."""
+        self.record.upload_s = now_s - self.arrival_s
+        self.arrival_s = now_s
+
+
+class Handler(Protocol):
+    """How one kind of route is served."""
+
+    async def relay(self, exchange: Exchange) -> None:
+        """Serve a request.
+
+        Raises:
+            BidgateError: it could not be served; if the answer had begun it was finished or cut.
+        """
