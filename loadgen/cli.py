@@ -18,6 +18,7 @@ from cyclopts import App
 from rich.console import Console
 
 from loadgen.bench_commands import every_bench, light_load
+from loadgen.bench_rate import rate
 from loadgen.demo_command import demo
 from loadgen.experiments.command import experiments
 from loadgen.processes import ClusterError
@@ -46,6 +47,7 @@ def make_app() -> App:
     bench = App(name="bench", help="Measure the router itself.")
     bench.command(light_load)
     bench.command(tick)
+    bench.command(rate)
     bench.command(every_bench, name="all")
     app.command(bench)
     return app

@@ -26,6 +26,7 @@ from service.control.config import (
     Kernel,
     PolicyName,
     PriceConfig,
+    RateConfig,
     Variant,
     Weights,
 )
@@ -188,6 +189,7 @@ class PolicyOptions:
         bucket_iterations: iterations in one bucket of the look-ahead.
         ttft_bound_s: bound on time to first token, of the tail weight and of the report.
         e2e_bound_s: end-to-end bound of the tail weight.
+        rate_significance: of the watch over the arrival rate; 0 switches it off.
         age_bound_s: whoever waited this long goes first; 0 switches it off.
         max_wait_s: longest wait in the central queue.
         queue_max: most requests that may wait there.
@@ -203,6 +205,7 @@ class PolicyOptions:
     bucket_iterations: int = ControlConfig().bucket_iterations
     ttft_bound_s: float = Weights().ttft_bound_s
     e2e_bound_s: float = Weights().e2e_bound_s
+    rate_significance: float = RateConfig().significance
     age_bound_s: float = ControlConfig().age_bound_s
     max_wait_s: float = ControlConfig().max_wait_s
     queue_max: int = ControlConfig().queue_max
@@ -236,6 +239,7 @@ class PolicyOptions:
                 inline=self.inline_prices,
                 refresh_s=self.price_refresh_s,
             ),
+            rate=RateConfig(significance=self.rate_significance),
             horizon_iterations=self.horizon_iterations,
             bucket_iterations=self.bucket_iterations,
             age_bound_s=self.age_bound_s,

@@ -200,5 +200,7 @@ def _counters(router: RouterStats) -> dict[str, JsonValue]:
         "last_fault": router.last_fault,
         "price_refreshes": router.price_refreshes,
         "prices_dropped": router.prices_dropped,
+        "rate_rises": router.rate_rises,
+        "rate_falls": router.rate_falls,
         "refused": {str(reason): count for reason, count in router.refused.items()},
     }

@@ -214,6 +214,8 @@ def _decision_series(stats: QueueStats) -> Iterator[Metric]:
     yield _counter("returns", "Starts a worker did not take", {(): router.returns})
     yield _counter("price_refreshes", "Prices adopted", {(): router.price_refreshes})
     yield _counter("prices_dropped", "Prices not adopted", {(): router.prices_dropped})
+    changes = {"rise": router.rate_rises, "fall": router.rate_falls}
+    yield _counter("rate_shifts", "Changes of the arrival rate noticed", _keyed(changes), ["kind"])
     yield _gauge("price_age_seconds", "Age of the prices in use", router.price_age_s)
 
 

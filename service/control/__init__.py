@@ -5,6 +5,7 @@ from service.control.config import (
     Kernel,
     PolicyName,
     PriceConfig,
+    RateConfig,
     Variant,
     Weights,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "PriceProblem",
     "PriceSolution",
     "Progressed",
+    "RateConfig",
     "Refusal",
     "Refuse",
     "Request",

@@ -114,6 +114,31 @@ class PriceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RateConfig:
+    """When the arrival rate counts as changed ([OLP] B.2, non-stationary load).
+
+    A change makes the measured rate forget what came before it; a rise also drops the recorded
+    columns of before, from which prices are learned.
+
+    Attributes:
+        significance: chance that a window of steady traffic is taken for a change, spent over all
+            looks in it; 0 never looks. Bursts are allowed for by their measured dispersion.
+        window_s: the longest recent stretch that is compared with what came before; the test looks
+            128 times in it. Slower changes are followed by the moving average alone.
+    """
+
+    significance: float = 0.01
+    window_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no probability and no time."""
+        if not 0 <= self.significance < 1:
+            raise ValueError(f"significance must be in [0, 1), got {self.significance}")
+        if not 0 < self.window_s < float("inf"):
+            raise ValueError(f"window_s must be positive, got {self.window_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig:
     """Everything the router needs to know before the first event.
 
@@ -122,6 +147,7 @@ class ControlConfig:
         kernel: how KV use grows over a request's life.
         weights: the operator's trade-off.
         prices: the price learner.
+        rate: the watch over the arrival rate.
         horizon_iterations: H, look-ahead in decode iterations.
         bucket_iterations: q, iterations per bucket of the look-ahead.
         fixed_horizon: T is a wall, horizon_iterations after the first tick, as in the paper's
@@ -143,6 +169,7 @@ class ControlConfig:
     kernel: Kernel = Kernel.MIXED
     weights: Weights = field(default_factory=Weights)
     prices: PriceConfig = field(default_factory=PriceConfig)
+    rate: RateConfig = field(default_factory=RateConfig)
     horizon_iterations: int = 4096
     bucket_iterations: int = 16
     fixed_horizon: bool = False

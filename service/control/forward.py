@@ -21,6 +21,7 @@ from service.control.columns import Columns, FloatArray, IntArray, PrefixPrices,
 from service.control.config import ControlConfig
 from service.control.prices import History, PriceProblem, PriceSolution
 from service.control.published import kv_scale, scarcity
+from service.control.rate import RateShift
 from service.control.reward import StartTimes, largest_reward, start_reward
 from service.control.room import Room
 from service.control.view import Pair, View
@@ -145,6 +146,10 @@ class ForwardLp:
         """Use these prices from now on."""
         self._solution = solution
         self._prefix = None
+
+    def follow_rise(self, shift: RateShift) -> None:
+        """Learn from what came since the arrival rate rose: the mix may be another, too."""
+        self._history.forget_before(shift.arrivals)
 
     def natural_prices(self, worker_ids: tuple[str, ...]) -> tuple[FloatArray, FloatArray]:
         """(g,) price of one batch slot and of one KV token for one iteration, mean over buckets."""

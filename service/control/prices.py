@@ -217,6 +217,10 @@ class History:
         self._size = keep
         self._next = keep % self._capacity
 
+    def forget_started_before(self, start: float) -> None:
+        """Drop the columns that start before an absolute iteration; they are in that order."""
+        self.forget_before(int((self._rows[1, : self._size] >= start).sum()))
+
     def columns(self, origin: float) -> tuple[Columns, FloatArray]:
         """All recorded columns relative to a look-ahead that begins at `origin`, and rewards."""
         worker, start, steps, footprint, sequences, reward = self._rows[:, : self._size].copy()

@@ -16,6 +16,7 @@ from service.control.assign import Candidates, admit
 from service.control.columns import Columns, FloatArray, Horizon, PrefixPrices, Usage, total_usage
 from service.control.config import ControlConfig
 from service.control.prices import History, PriceProblem, PriceSolution
+from service.control.rate import RateShift
 from service.control.reward import StartTimes, largest_reward, start_reward
 from service.control.room import working_residual
 from service.control.view import Pair, View
@@ -73,6 +74,7 @@ class PublishedLp:
         self._history = History(config.prices.history_max)
         self._clocked_s: float | None = None
         self._iterations = 0.0
+        self._pace_s = 1.0
         self._period = -1
         self._worker_ids: tuple[str, ...] = ()
         self._solution: PriceSolution | None = None
@@ -132,6 +134,15 @@ class PublishedLp:
         """Use these prices from now on."""
         self._solution = solution
 
+    def follow_rise(self, shift: RateShift) -> None:
+        """Drop the columns recorded before the arrival rate rose, and learn from what came since.
+
+        Source: [OLP] section 4, robustness to non-stationary workloads, and B.2.
+        """
+        if self._clocked_s is not None:
+            ago_s = max(0.0, self._clocked_s - shift.since_s)
+            self._history.forget_started_before(self._iterations - ago_s / self._pace_s)
+
     def natural_prices(self, worker_ids: tuple[str, ...]) -> tuple[FloatArray, FloatArray]:
         """(g,) price of one batch slot and of one KV token for one iteration, mean over buckets."""
         if self._solution is None or self._solution.worker_ids != worker_ids:
@@ -154,8 +165,8 @@ class PublishedLp:
     def _moment(self, view: View) -> _Moment:
         """Count the iterations that passed since the last call, at the fleet's mean pace."""
         if self._clocked_s is not None:
-            pace_s = float(view.fleet.iteration_s.mean())
-            self._iterations += max(0.0, view.now_s - self._clocked_s) / pace_s
+            self._pace_s = float(view.fleet.iteration_s.mean())
+            self._iterations += max(0.0, view.now_s - self._clocked_s) / self._pace_s
         self._clocked_s = view.now_s
         period = int(self._iterations + 1e-9)
         q = self._config.bucket_iterations

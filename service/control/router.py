@@ -6,7 +6,6 @@ Read view.py for what a policy sees, forward.py and published.py for the decisio
 
 from __future__ import annotations
 
-from collections import deque
 from typing import assert_never
 
 import numpy as np
@@ -38,12 +37,12 @@ from service.control.ledger import Ledger
 from service.control.lengths import LengthPredictor
 from service.control.policies import make_policy
 from service.control.prices import PriceProblem, PriceSolution
-from service.control.stats import Counters, RouterStats, WorkerStats
+from service.control.rate import RateMonitor
+from service.control.stats import Counters, RouterStats
 from service.control.view import FleetView, Pair, View
 from service.control.waiting import Entry, WaitingRoom, fit_to_fleet
+from service.control.worker_stats import worker_stats
 
-RATE_WINDOW = 256
-"""Arrivals over which the arrival rate is measured."""
 TICK_MIN_S = 0.001
 IDLE_REFRESH_S = 1.0
 """Time between two price refreshes while no request waits."""
@@ -64,7 +63,7 @@ class Router:
         self._ledger = Ledger(config.kernel, self._predictor)
         buckets = max(1, config.horizon_iterations // config.bucket_iterations)
         self._horizon = Horizon(buckets, config.bucket_iterations)
-        self._arrivals_s: deque[float] = deque(maxlen=RATE_WINDOW)
+        self._rate = RateMonitor(config.rate)
         self._nobody_up_since_s = -np.inf
         self._counters = Counters()
         self._adopted_s: float | None = None
@@ -100,6 +99,9 @@ class Router:
         Requests that will not wait at all are refused after the starts.
         """
         self._counters.ticks += 1
+        shift = self._rate.look(now_s)
+        if shift is not None and shift.rose:
+            self._policy.follow_rise(shift)
         commands = self._refuse_expired(now_s, patient=True)
         commands += self._refuse_unreachable(now_s)
         # Prices that move inside the decision move in every period, whoever waits.
@@ -168,8 +170,15 @@ class Router:
             price_refreshes=counters.price_refreshes,
             prices_dropped=counters.prices_dropped,
             price_age_s=0.0 if self._adopted_s is None else now_s - self._adopted_s,
-            arrivals_per_s=self._arrivals_per_s(now_s),
-            workers=self._worker_stats(now_s),
+            arrivals_per_s=self._rate.per_s(now_s),
+            rate_rises=self._rate.rises,
+            rate_falls=self._rate.falls,
+            workers=worker_stats(
+                self._fleet,
+                self._ledger,
+                self._policy,
+                self._has_free_slot() & self._fleet.engine_queue_empty(now_s),
+            ),
         )
 
     @property
@@ -190,7 +199,7 @@ class Router:
         if request.request_id in self._waiting or request.request_id in self._ledger:
             raise KeyError(f"request {request.request_id!r} is held already")
         self._counters.entered += 1
-        self._arrivals_s.append(request.arrival_s)
+        self._rate.arrive(request.arrival_s)
         wait_s = self._config.max_wait_s
         if request.max_wait_s is not None:
             wait_s = min(wait_s, request.max_wait_s)
@@ -358,7 +367,7 @@ class Router:
             ),
             occupancy=occupancy,
             kv_ceiling_tokens=kv_ceiling_tokens,
-            arrivals_per_s=self._arrivals_per_s(now_s),
+            arrivals_per_s=self._rate.per_s(now_s),
         )
 
     def _has_free_slot(self) -> np.ndarray:
@@ -366,42 +375,6 @@ class Router:
         own = self._ledger.sequences_per_worker(len(fleet))
         free = fleet.array("batch_limit") - own - fleet.array("foreign_active")
         return np.asarray(fleet.up() & (free >= 1))
-
-    def _arrivals_per_s(self, now_s: float) -> float:
-        """Arrivals per second over the last RATE_WINDOW of them."""
-        if len(self._arrivals_s) < 2:
-            return 0.0
-        return len(self._arrivals_s) / max(now_s - self._arrivals_s[0], 1e-6)
-
-    def _worker_stats(self, now_s: float) -> tuple[WorkerStats, ...]:
-        fleet = self._fleet
-        if not len(fleet):
-            return ()
-        ids = fleet.worker_ids
-        active = self._ledger.sequences_per_worker(len(fleet))
-        kv_tokens = self._ledger.kv_tokens_per_worker(len(fleet))
-        startable = self._has_free_slot() & fleet.engine_queue_empty(now_s)
-        price_batch, price_kv = self._policy.natural_prices(ids)
-        return tuple(
-            WorkerStats(
-                worker_id=ids[g],
-                state=worker.state,
-                batch_limit=worker.batch_limit,
-                active=int(active[g]),
-                foreign=worker.foreign_active,
-                kv_tokens=int(kv_tokens[g]),
-                kv_capacity_tokens=(
-                    int(worker.kv_capacity_tokens)
-                    if np.isfinite(worker.kv_capacity_tokens)
-                    else None
-                ),
-                iteration_s=worker.iteration_s,
-                startable=bool(startable[g]),
-                price_batch=float(price_batch[g]),
-                price_kv=float(price_kv[g]),
-            )
-            for g, worker in enumerate(fleet.workers)
-        )
 
 
 def _checked(pairs: list[Pair], view: View) -> list[Pair]:

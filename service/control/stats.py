@@ -39,6 +39,7 @@ class RouterStats:
         returns: starts that a worker did not take. fallback_ticks: decided first come first served
             because the policy failed; last_fault says how.
         prices_dropped: solutions that were not finite or came for another fleet.
+        rate_rises, rate_falls: changes of the arrival rate that were noticed.
     """
 
     entered: int
@@ -56,6 +57,8 @@ class RouterStats:
     prices_dropped: int
     price_age_s: float
     arrivals_per_s: float
+    rate_rises: int = 0
+    rate_falls: int = 0
     workers: tuple[WorkerStats, ...] = field(default=())
 
 

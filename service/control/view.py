@@ -21,6 +21,7 @@ from service.control.columns import (
 )
 from service.control.config import Kernel
 from service.control.prices import PriceProblem, PriceSolution
+from service.control.rate import RateShift
 
 Pair = tuple[int, int]
 """(waiting row, worker index)."""
@@ -159,6 +160,10 @@ class Policy(Protocol):
         """Use new prices from now on."""
         ...
 
+    def follow_rise(self, shift: RateShift) -> None:
+        """Drop what was recorded before the arrival rate rose."""
+        ...
+
     def natural_prices(self, worker_ids: tuple[str, ...]) -> tuple[FloatArray, FloatArray]:
         """(g,) mean price over the look-ahead per batch slot and per KV token, one iteration."""
         ...
@@ -173,6 +178,9 @@ class Unpriced:
 
     def adopt(self, solution: PriceSolution) -> None:
         """There is nothing to take."""
+
+    def follow_rise(self, shift: RateShift) -> None:
+        """There is no history."""
 
     def natural_prices(self, worker_ids: tuple[str, ...]) -> tuple[FloatArray, FloatArray]:
         """Everything is free of charge."""
