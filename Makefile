@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-from-lock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm lint check bench experiments reference lock clean
+.PHONY: help setup demo test test-vllm bench-vllm lint check bench experiments reference lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,15 @@ check: lint test ## everything that must pass before a commit
 
 bench: setup ## benchmarks into out/bench
 	@$(BIN)/bidgate-load bench all --out out/bench
+
+# Each load is a measurement of its own, on fresh engines; only a machine with nothing else to do tells the truth.
+LOADS ?= 1.2 1.5
+VLLM_ENGINES := tests.vllm.workers --count 2 --batch-limit 8 --kv-blocks 100
+bench-vllm: setup ## bidgate, vllm-router and plain round robin before two real vLLM engines (about 20 minutes)
+	@scripts/vllm-env "$(PYTHON)" && scripts/vllm-router-env "$(PYTHON)"
+	@set -e; for load in $(LOADS); do \
+	  $(BIN)/python -m $(VLLM_ENGINES) -- $(BIN)/bidgate-load bench vllm --max-num-seqs 8 --vocabulary-tokens 2048 \
+	    --load $$load --out out/bench/vllm-$$load --docs docs/results/vllm-side-by-side.md --workers; done
 
 experiments: setup ## the paper's experiments and more, reduced; docs/results anew (DATA=folder of recorded traces)
 	@$(BIN)/bidgate-load experiments --out out/experiments --docs docs/results $(if $(DATA),--data $(DATA))

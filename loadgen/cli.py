@@ -23,6 +23,7 @@ from loadgen.demo_command import demo
 from loadgen.experiments.command import experiments
 from loadgen.processes import ClusterError
 from loadgen.replay_command import replay
+from loadgen.side_by_side_command import vllm
 from loadgen.simulate_command import simulate
 from loadgen.tick_command import tick
 
@@ -44,11 +45,12 @@ def make_app() -> App:
     app.command(simulate)
     app.command(experiments)
     app.command(report)
-    bench = App(name="bench", help="Measure the router itself.")
+    bench = App(name="bench", help="Measure the router itself, and beside others.")
     bench.command(light_load)
     bench.command(tick)
     bench.command(rate)
     bench.command(every_bench, name="all")
+    bench.command(vllm)
     app.command(bench)
     return app
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 FIRST_TOKEN_ID = 1000
 TOKEN_IDS = 20_000
-"""Ids are drawn from [FIRST_TOKEN_ID, FIRST_TOKEN_ID + TOKEN_IDS): inside every current vocabulary,
-clear of the special ones at its start."""
+VOCABULARY_TOKENS = FIRST_TOKEN_ID + TOKEN_IDS
+"""Ids are drawn from [FIRST_TOKEN_ID, VOCABULARY_TOKENS): inside every current vocabulary, clear
+of the special ones at its start. A smaller vocabulary folds them into what it has above."""
 WORDS = ("the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "as", "was", "with", "be")
 
 
@@ -29,7 +30,11 @@ class PromptForm(StrEnum):
 
 
 def make_prompt(
-    request: TraceRequest, index: int, form: PromptForm, block_tokens: int
+    request: TraceRequest,
+    index: int,
+    form: PromptForm,
+    block_tokens: int,
+    vocabulary_tokens: int = VOCABULARY_TOKENS,
 ) -> list[int] | str:
     """Make a prompt of request.prompt_tokens tokens.
 
@@ -38,10 +43,11 @@ def make_prompt(
         index: of the request; prompts without block ids differ from each other by it.
         form: token ids or text.
         block_tokens: tokens that one block id stands for.
+        vocabulary_tokens: token ids stay below it; more than FIRST_TOKEN_ID.
     """
     ids = _token_ids(request, index, block_tokens)
     if form is PromptForm.TOKEN_IDS:
-        tokens: list[int] = (ids + FIRST_TOKEN_ID).tolist()
+        tokens: list[int] = (ids % (vocabulary_tokens - FIRST_TOKEN_ID) + FIRST_TOKEN_ID).tolist()
         return tokens
     return " ".join(WORDS[token % len(WORDS)] for token in ids)
 

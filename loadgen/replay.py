@@ -19,7 +19,7 @@ import orjson
 
 from loadgen.completion_stream import CompletionStream, Verdict, verdict_of_status
 from loadgen.outcomes import End, OutcomeRecord
-from loadgen.prompts import PromptForm, make_prompt
+from loadgen.prompts import FIRST_TOKEN_ID, VOCABULARY_TOKENS, PromptForm, make_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +55,11 @@ class ReplaySettings:
             length itself as max_tokens, as real engines need.
         drain_s: how long after the last arrival answers are waited for.
         api_key: sent as a bearer token, or None.
+        spread: base URLs that the client itself sends to in turn, in place of url, like a load
+            balancer; () for none.
+        vocabulary_tokens: of the model; token ids of prompts stay below it.
+        prompt_salt: added to the index from which a prompt is made, so that two runs against the
+            same engines share no prompt in their prefix caches.
     """
 
     url: str
@@ -65,6 +70,19 @@ class ReplaySettings:
     max_tokens_cap: int | None = None
     drain_s: float = 60.0
     api_key: str | None = field(default=None, repr=False)
+    spread: tuple[str, ...] = ()
+    vocabulary_tokens: int = VOCABULARY_TOKENS
+    prompt_salt: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a vocabulary without room for prompts."""
+        if self.vocabulary_tokens <= FIRST_TOKEN_ID:
+            raise ValueError(f"vocabulary_tokens must be above {FIRST_TOKEN_ID}")
+
+    def target(self, index: int) -> str:
+        """Where a request goes: the path at url, or the whole address in turn."""
+        base = self.spread[index % len(self.spread)] if self.spread else ""
+        return f"{base}/v1/completions"
 
 
 @dataclass(slots=True)
@@ -124,7 +142,13 @@ class Replay:
         cap = settings.max_tokens_cap
         body = {
             "model": self._model,
-            "prompt": make_prompt(request, index, settings.prompt_form, settings.block_tokens),
+            "prompt": make_prompt(
+                request,
+                settings.prompt_salt + index,
+                settings.prompt_form,
+                settings.block_tokens,
+                settings.vocabulary_tokens,
+            ),
             "max_tokens": request.decode_tokens if cap is None else max(cap, request.decode_tokens),
             "ignore_eos": True,
             "mock_decode_tokens": request.decode_tokens,
@@ -152,7 +176,10 @@ class Replay:
     ) -> Verdict:
         now_s = asyncio.get_running_loop().time
         async with client.stream(
-            "POST", "/v1/completions", content=content, headers=request_headers(exchange.request)
+            "POST",
+            self._settings.target(exchange.index),
+            content=content,
+            headers=request_headers(exchange.request),
         ) as response:
             exchange.status = response.status_code
             exchange.worker = response.headers.get(WORKER_HEADER, "")

@@ -12,7 +12,7 @@ from rich.console import Console
 from loadgen.arrivals import load_to_rate, parse_arrivals
 from loadgen.live import command_line, progress_bar, run, run_with_progress
 from loadgen.outcomes import OUTCOMES_FILE, OutcomeRecord, write_outcomes
-from loadgen.prompts import PromptForm
+from loadgen.prompts import VOCABULARY_TOKENS, PromptForm
 from loadgen.replay import Replay, ReplaySettings
 from loadgen.report import tell, write_report
 from loadgen.summary import RunContext
@@ -114,6 +114,7 @@ class SendOptions:
         drain_s: how long answers are waited for after the last arrival.
         ttft_bound_s: bound on time to first token that is reported on.
         api_key: bearer token for the server.
+        vocabulary_tokens: size of the model's vocabulary, where it is below 21,000.
     """
 
     url: str = "http://127.0.0.1:8001"
@@ -124,6 +125,7 @@ class SendOptions:
     drain_s: float = 60.0
     ttft_bound_s: float = 1.0
     api_key: str | None = None
+    vocabulary_tokens: int = VOCABULARY_TOKENS
 
     def settings(self) -> ReplaySettings:
         """Turn flags into the sender's settings."""
@@ -135,6 +137,7 @@ class SendOptions:
             max_tokens_cap=self.max_tokens_cap,
             drain_s=self.drain_s,
             api_key=self.api_key,
+            vocabulary_tokens=self.vocabulary_tokens,
         )
 
 

@@ -1,7 +1,8 @@
 """Real vLLM workers on loopback ports: start, wait for health, kill, restart, stop by pid.
 
 For tests, benchmarks and by hand: `python -m tests.vllm.workers --count 2` prints one URL a line
-and serves until interrupted. `scripts/vllm-env` must have run. The model comes from tiny_model.py.
+and serves until interrupted; with `-- COMMAND...` it runs the command with the URLs at its end
+instead. `scripts/vllm-env` must have run. The model comes from tiny_model.py.
 """
 
 from __future__ import annotations
@@ -297,6 +298,7 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="only say whether workers can run here"
     )
+    parser.add_argument("command", nargs="*", help="run this with the URLs at its end, then stop")
     args = parser.parse_args()
     options = WorkerOptions(
         batch_limit=args.batch_limit,
@@ -311,7 +313,10 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(KeyboardInterrupt), running_workers(args.count, options) as workers:
-        sys.stdout.write("".join(f"{worker.url}\n" for worker in workers))
+        urls = [worker.url for worker in workers]
+        if args.command:
+            sys.exit(subprocess.run([*args.command, *urls], check=False).returncode)
+        sys.stdout.write("".join(f"{url}\n" for url in urls))
         sys.stdout.flush()
         signal.pause()
 
