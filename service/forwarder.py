@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -35,6 +35,9 @@ from service.worker_config import WorkerConfig
 
 BUSY_STATUSES: Final = (429, 503)
 USAGE_TAIL_BYTES: Final = 4096
+WHOLE_BYTES_MAX: Final = 1 << 20
+PART_BYTES: Final = 1 << 18
+"""Longer bodies are written in parts of this size: one write would hold up the event loop."""
 BROKEN: Final = (httpx.HTTPError, httpx.StreamError, aiohttp.ClientError, OSError)
 """What a transport may raise while a response is read."""
 
@@ -243,11 +246,15 @@ class Forwarder:
         if worker.data_parallel_rank is not None:
             rank = str(worker.data_parallel_rank).encode()
             headers = [*headers, (DATA_PARALLEL_RANK, rank)]
+        content = call.body
+        if isinstance(content, bytes) and len(content) > WHOLE_BYTES_MAX:
+            headers = [*headers, (b"content-length", str(len(content)).encode())]
+            content = _in_parts(content)
         request = httpx.Request(
             call.method,
             self._url(worker.url, call.path),
             headers=headers,
-            content=call.body,
+            content=content,
             extensions=self._extensions,
         )
         try:
@@ -343,6 +350,11 @@ class _Relay:
 
     def _late(self) -> WorkerLateError:
         return WorkerLateError(f"worker {self.placement.worker_id} sent nothing for too long")
+
+
+async def _in_parts(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), PART_BYTES):
+        yield body[start : start + PART_BYTES]
 
 
 @contextlib.contextmanager
