@@ -118,6 +118,7 @@ def engine_environment(options: WorkerOptions | None = None) -> dict[str, str]:
         # vLLM 0.8 knows no "nobind": record_page.py is called with another value for it.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_RESPONSES_API_STORE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
