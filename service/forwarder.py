@@ -27,7 +27,7 @@ from service.errors import (
     WorkerLateError,
     WorkerUnreachableError,
 )
-from service.headers import DATA_PARALLEL_RANK, RawHeaders, first, to_client
+from service.headers import CREDENTIALS, DATA_PARALLEL_RANK, RawHeaders, first, to_client
 from service.interrupt import Interrupt, Watchdog
 from service.sse import Meter, meter_of, usage_tokens
 from service.surface import Api
@@ -241,7 +241,7 @@ class Forwarder:
         worker = self._worker(worker_id)
         headers = call.headers
         if worker.api_key is not None:
-            headers = [pair for pair in headers if pair[0] != b"authorization"]
+            headers = [pair for pair in headers if pair[0] not in CREDENTIALS]
             headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
         if worker.data_parallel_rank is not None:
             rank = str(worker.data_parallel_rank).encode()

@@ -28,7 +28,7 @@ _NOT_TO_WORKER: Final = _HOP_BY_HOP | {
     *(b"host", b"content-length", b"expect", b"x-request-id"),
     DATA_PARALLEL_RANK,
 }
-_CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
+CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
 # Made anew for the client by the server or the edge.
 _NOT_TO_CLIENT: Final = _HOP_BY_HOP | {b"date", b"x-request-id"}
 
@@ -48,7 +48,7 @@ def to_worker(headers: RawHeaders, *, streams: bool, drop_authorization: bool) -
     """
     dropped = _NOT_TO_WORKER | _named_in_connection(headers)
     if drop_authorization:
-        dropped |= _CREDENTIALS
+        dropped |= CREDENTIALS
     if streams:
         dropped |= {b"accept-encoding"}
     kept = [(name, value) for name, value in headers if name not in dropped]
