@@ -53,13 +53,14 @@ class CompletionStream:
     Attributes:
         first_token_s: time of the first event with a choice, or None.
         done: whether [DONE] was seen.
+        events: events with a choice so far.
     """
 
     def __init__(self) -> None:
         self.first_token_s: float | None = None
         self.done = False
         self._buffer = b""
-        self._events = 0
+        self.events = 0
         self._counted: int | None = None
         self._finish_reason: str | None = None
         self._error: Verdict | None = None
@@ -78,7 +79,7 @@ class CompletionStream:
     @property
     def output_tokens(self) -> int:
         """Output tokens: as the engine counted them at the end, else events seen so far."""
-        return self._events if self._counted is None else self._counted
+        return self.events if self._counted is None else self._counted
 
     def verdict(self) -> Verdict:
         """Judge a stream whose bytes have ended."""
@@ -112,7 +113,7 @@ class CompletionStream:
     def _choice(self, choice: dict[str, object], now_s: float) -> None:
         if self.first_token_s is None:
             self.first_token_s = now_s
-        self._events += 1
+        self.events += 1
         reason = choice.get("finish_reason")
         if isinstance(reason, str):
             self._finish_reason = reason

@@ -44,6 +44,7 @@ class OutcomeRecord:
         ttft_s: seconds from sending to the first output token, or None.
         e2e_s: seconds from sending to the end.
         output_tokens: output tokens received.
+        output_events: events they came in; fewer than tokens when the server merges some.
         worker: the worker that served it; "" if unknown.
         queue_s: time in the central queue as the router told it, or None.
         ttft_bound_s: the request's own bound on time to first token, or None.
@@ -64,6 +65,7 @@ class OutcomeRecord:
     status: int | None = None
     ttft_s: float | None = None
     output_tokens: int = 0
+    output_events: int = 0
     worker: str = ""
     queue_s: float | None = None
     ttft_bound_s: float | None = None

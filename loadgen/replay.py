@@ -208,6 +208,7 @@ class Replay:
             ttft_s=None if first_s is None else first_s - sent_s,
             e2e_s=now_s - sent_s,
             output_tokens=stream.output_tokens,
+            output_events=stream.events,
             worker=exchange.worker,
             queue_s=exchange.queue_s,
             ttft_bound_s=request.ttft_bound_s,

@@ -43,6 +43,7 @@ COLUMNS = (
     ("engine batch, mean", ("engines", "running_mean"), "1"),
     ("engine preemptions", ("engines", "preemptions"), "n"),
     ("engine iteration", ("engines", "iteration_s_mean"), "s"),
+    ("tokens in one event", ("tokens_per_event",), "2"),
 )
 
 
@@ -139,12 +140,14 @@ def _pooled(runs: Sequence[Run]) -> JsonValue:
     ]
     spans_s = sum(value_at(part, ("span_s",)) or 0.0 for part in parts)
     tokens = sum(record.output_tokens for run in runs for record in run.records)
+    events = sum(record.output_events for run in runs for record in run.records)
     return {
         "sent": sum(run.sent for run in runs),
         "completed": len(completed),
         "ttft_s": stats([record.ttft_s for record in completed if record.ttft_s is not None]),
         "e2e_s": stats([record.e2e_s for record in completed]),
         "output_tokens_per_s": tokens / spans_s if spans_s > 0 else None,
+        "tokens_per_event": tokens / events if events else None,
         "answers_of_wrong_length": sum(
             record.output_tokens != record.decode_tokens for record in completed
         ),
@@ -224,7 +227,7 @@ def _text(value: float | None, unit: str) -> str:
     match unit:
         case "s":
             return seconds_text(value)
-        case "1":
-            return f"{value:.1f}"
+        case "1" | "2":
+            return f"{value:.{unit}f}"
         case _:
             return f"{value:,.0f}"
