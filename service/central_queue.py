@@ -24,9 +24,12 @@ from service.control.events import (
     Request,
     Returned,
     Start,
+    WorkerGone,
+    WorkerReported,
     WorkerState,
 )
 from service.errors import ClientGoneError, RefusedError, RouterBrokeError
+from service.merged_tokens import MergedTokens
 from service.placement import Placement
 
 if TYPE_CHECKING:
@@ -135,6 +138,7 @@ class CentralQueue:
         self._ids = itertools.count(1)
         self._held: dict[str, Placement] = {}
         self._progress: dict[str, int] = {}
+        self._merged = MergedTokens()
         self._start_times_s: deque[float] = deque(maxlen=STARTS_REMEMBERED)
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -173,16 +177,24 @@ class CentralQueue:
 
     def publish(self, event: Event) -> None:
         """Book an event of the fleet or of a placement, and decide soon."""
+        match event:
+            case WorkerReported(worker_id, report):
+                # The engine's own count corrects what the events of our streams showed.
+                self._progress |= self._merged.reconcile(worker_id, report)
+            case WorkerGone(worker_id):
+                self._merged.drop_worker(worker_id)
+            case _:
+                pass
         with suppress(RouterBrokeError):
             self._book(event)
 
-    def note_progress(self, request_id: str, decode_tokens: int) -> None:
+    def note_progress(self, request_id: str, decode_tokens: int, *, exact: bool) -> None:
         """Remember tokens per sequence for the next tick; progress alone wakes no tick.
 
         A busy worker yields hundreds of tokens an iteration; the decision reads them when
         something that can change it happens.
         """
-        self._progress[request_id] = decode_tokens
+        self._progress[request_id] = self._merged.note(request_id, decode_tokens, exact=exact)
 
     def take_back(self, request_id: str) -> None:
         """Book that a started request waits again.
@@ -191,6 +203,7 @@ class CentralQueue:
             RouterBrokeError: it could not be booked, so nothing would ever start the request.
         """
         self._progress.pop(request_id, None)
+        self._merged.end(self._held[request_id].request)
         self._book(Returned(request_id))
 
     def drain(self) -> None:
@@ -290,8 +303,9 @@ class CentralQueue:
         request_id = placement.request.request_id
         del self._held[request_id]
         self._progress.pop(request_id, None)
+        unseen_tokens = self._merged.end(placement.request)
         if not placement.gone:
-            self.publish(placement.farewell())
+            self.publish(placement.farewell(unseen_tokens))
 
     def _obey(self, commands: Iterable[Command], now_s: float) -> None:
         for command in commands:
@@ -302,6 +316,7 @@ class CentralQueue:
                 continue
             if isinstance(command, Start):
                 self._start_times_s.append(now_s)
+                self._merged.start(placement.request, command.worker_id)
             placement.obey(command)
 
     def _tick_soon(self) -> None:

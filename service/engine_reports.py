@@ -50,6 +50,7 @@ class EngineReports:
         """
         restarted = self._restarted(page)
         iteration_s = None if restarted else self._iteration_s(page.engines)
+        generated_tokens = None if restarted else self._generated_tokens(page.engines)
         self._remember(page, restarted)
         total = page.total
         return WorkerReport(
@@ -59,6 +60,7 @@ class EngineReports:
             kv_capacity_tokens=self._learned_capacity(total),
             block_tokens=total.block_tokens,
             iteration_s=iteration_s,
+            generated_tokens=generated_tokens,
             preemptions_total=total.preemptions_total,
             models=models,
             restarted=restarted,
@@ -87,6 +89,18 @@ class EngineReports:
         if tokens < 1 or not (math.isfinite(seconds) and seconds > 0):
             return None
         return seconds / tokens
+
+    def _generated_tokens(self, engines: Mapping[str, EngineSample]) -> int | None:
+        """Output tokens since the last page; None unless every engine is on both pages."""
+        pairs = [
+            (self._last[label].generation_tokens_total, sample.generation_tokens_total)
+            for label, sample in engines.items()
+            if label in self._last
+        ]
+        known = [(last, now) for last, now in pairs if last is not None and now is not None]
+        if not known or len(known) < max(len(engines), len(self._last)):
+            return None
+        return sum(now - last for last, now in known)
 
     def _remember(self, page: EnginePage, restarted: bool) -> None:
         """Keep the page; engines it does not name keep their last counters until a restart."""

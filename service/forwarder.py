@@ -121,7 +121,7 @@ class Place(Protocol):
     def first_token(self) -> None:
         """Take note of the first output token."""
 
-    def progressed(self, decode_tokens: int) -> None:
+    def progressed(self, decode_tokens: int, *, exact: bool = False) -> None:
         """Take note of output tokens so far, over all sequences."""
 
     async def returned(self) -> None:
@@ -328,7 +328,7 @@ class _Relay:
             if meter.tokens != seen:
                 if not seen:
                     placement.first_token()
-                placement.progressed(meter.tokens)
+                placement.progressed(meter.tokens, exact=meter.exact)
             await reply.write(chunk)
             expect(self._late, config.stall_timeout_s)
         if meter.failed:

@@ -204,7 +204,7 @@ class LightPlace:
         """Note when the first output token came."""
         self.first_token_s = asyncio.get_running_loop().time()
 
-    def progressed(self, decode_tokens: int) -> None:
+    def progressed(self, decode_tokens: int, *, exact: bool = False) -> None:
         """Note output tokens seen so far."""
         self.decode_tokens = decode_tokens
 

@@ -35,7 +35,7 @@ class Desk(Protocol):
     def publish(self, event: Event) -> None:
         """Book an event."""
 
-    def note_progress(self, request_id: str, decode_tokens: int) -> None:
+    def note_progress(self, request_id: str, decode_tokens: int, *, exact: bool) -> None:
         """Remember tokens per sequence."""
 
     def take_back(self, request_id: str) -> None:
@@ -78,10 +78,16 @@ class Placement:
         self.first_token_s = asyncio.get_running_loop().time()
         self._desk.publish(FirstToken(self.request.request_id))
 
-    def progressed(self, decode_tokens: int) -> None:
-        """Report output tokens seen so far, over all sequences; booked with the next tick."""
+    def progressed(self, decode_tokens: int, *, exact: bool = False) -> None:
+        """Report output tokens seen so far, over all sequences; booked with the next tick.
+
+        Args:
+            decode_tokens: so many.
+            exact: whether the engine counted them, and not its events.
+        """
         self.decode_tokens = decode_tokens
-        self._desk.note_progress(self.request.request_id, self._per_sequence(decode_tokens))
+        tokens = self._per_sequence(decode_tokens)
+        self._desk.note_progress(self.request.request_id, tokens, exact=exact)
 
     def price(self) -> float:
         """What the request costs where it was started, in reward per decode iteration."""
@@ -118,9 +124,15 @@ class Placement:
         if not self._turn.done():
             self._turn.set_result(command)
 
-    def farewell(self) -> Left:
-        """The one event that ends this request in the router's books."""
-        seen = None if self.decode_tokens is None else self._per_sequence(self.decode_tokens)
+    def farewell(self, unseen_tokens: int = 0) -> Left:
+        """The one event that ends this request in the router's books.
+
+        Args:
+            unseen_tokens: of each sequence, that came in shared events.
+        """
+        seen = None
+        if self.decode_tokens is not None:
+            seen = self._per_sequence(self.decode_tokens) + unseen_tokens
         return Left(self.request.request_id, self.outcome, seen)
 
     def _per_sequence(self, decode_tokens: int) -> int:

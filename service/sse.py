@@ -40,12 +40,14 @@ class Meter(Protocol):
 
     Attributes:
         tokens: output tokens seen so far.
+        exact: whether the last of them were counted by the engine and not by events.
         done: whether the stream said that it is complete.
         failed: whether it said that it failed.
         error_code: the code that came with it, as HTTP means it, or 0.
     """
 
     tokens: int
+    exact: bool
     done: bool
     failed: bool
     error_code: int
@@ -80,6 +82,7 @@ class SseMeter:
 
     Attributes:
         tokens: output tokens seen so far, all choices together.
+        exact: whether a usage object gave the last count.
         done: whether `[DONE]` came.
         failed: whether an error event came.
         error_code: the code it carried, as HTTP means it; 0 when it carried none.
@@ -87,6 +90,7 @@ class SseMeter:
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.exact = False
         self.done = False
         self.failed = False
         self.error_code = 0
@@ -124,6 +128,7 @@ class SseMeter:
             self.tokens += events.count(b"\ndata:") + events.startswith(b"data:")
             self.tokens -= events.count(b'"choices":[]') + self.done
         told = usage_tokens(events)
+        self.exact = told is not None and told > 0
         if told is not None and told > 0:
             self.tokens = told
 
@@ -150,6 +155,7 @@ class NamedEventMeter:
 
     Attributes:
         tokens: output tokens seen so far.
+        exact: whether a usage object gave the last count.
         done: whether an event that ends the stream came.
         failed: whether an event that says failure came.
         error_code: 0, as these streams carry none.
@@ -157,6 +163,7 @@ class NamedEventMeter:
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.exact = False
         self.done = False
         self.failed = False
         self.error_code = 0
@@ -180,6 +187,7 @@ class NamedEventMeter:
             self.done |= name in ENDS
             self.failed |= name in FAILURES
         told = usage_tokens(events)
+        self.exact = told is not None and told > 0
         if told is not None and told > 0:
             self.tokens = told
 
@@ -193,6 +201,7 @@ class OpaqueMeter:
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.exact = False
         self.done = True
         self.failed = False
         self.error_code = 0

@@ -135,6 +135,7 @@ class WorkerReport:
         block_tokens: KV block size.
         batch_limit: B_g when the engine tells it.
         iteration_s: measured mean time of one decode iteration since the last report.
+        generated_tokens: output tokens made since the last report; None when that is not known.
         preemptions_total: engine counter; falls when the engine restarted.
         models: names served now.
         restarted: counters went down since the last report.
@@ -147,6 +148,7 @@ class WorkerReport:
     block_tokens: int | None = None
     batch_limit: int | None = None
     iteration_s: float | None = None
+    generated_tokens: int | None = None
     preemptions_total: int | None = None
     models: frozenset[str] | None = None
     restarted: bool = False
