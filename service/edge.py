@@ -73,6 +73,7 @@ class EdgeConfig:
         model_aliases: other names of models: the name that clients use, then the served one.
         forward_priority: send the body's `priority` on; engines that do not schedule by priority
             may refuse it.
+        clients_pin: let a client name the one worker it wants, in the header x-bidgate-worker.
     """
 
     api_key: Secret | None = None
@@ -85,6 +86,7 @@ class EdgeConfig:
         default_factory=dict
     )
     forward_priority: bool = True
+    clients_pin: bool = False
 
     def __post_init__(self) -> None:
         """Refuse bounds that are none."""
@@ -120,6 +122,7 @@ def make_ways(
         off_loop_bytes=config.parse_off_loop_bytes,
         rules=Rules(aliases=config.model_aliases, forward_priority=config.forward_priority),
         keeps_authorization=config.api_key is None,
+        clients_pin=config.clients_pin,
     )
     owners = Owners(entries_max=light.responses_max, ttl_s=light.responses_ttl_s)
     queued = QueuedRoute(

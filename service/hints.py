@@ -31,6 +31,7 @@ E2E_MS: Final = (b"x-bidgate-e2e-ms",)
 DEADLINE_MS: Final = (b"x-bidgate-deadline-ms",)
 MAX_WAIT_MS: Final = (b"x-bidgate-max-wait-ms",)
 NO_QUEUE: Final = b"x-bidgate-no-queue"
+WORKER: Final = (b"x-bidgate-worker", b"x-gateway-destination-endpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class HeaderFacts:
         e2e_bound_s: wanted end-to-end time.
         max_wait_s: longest wait in the queue; 0 for none at all.
         deadline_s: when the request is worth nothing any more, from its arrival.
+        worker_id: the one worker it is for, where the operator lets clients say so; else "".
     """
 
     decode_tokens_hint: int | None
@@ -55,6 +57,7 @@ class HeaderFacts:
     e2e_bound_s: float | None
     max_wait_s: float | None
     deadline_s: float | None
+    worker_id: str
 
 
 def read_headers(headers: RawHeaders) -> HeaderFacts:
@@ -75,6 +78,7 @@ def read_headers(headers: RawHeaders) -> HeaderFacts:
         e2e_bound_s=deadline_s if e2e_s is None else e2e_s,
         max_wait_s=_max_wait_s(named, deadline_s),
         deadline_s=deadline_s,
+        worker_id=next((named[name] for name in WORKER if name in named), b"").decode("latin-1"),
     )
 
 
@@ -103,8 +107,8 @@ def _tenant(named: dict[bytes, bytes]) -> str:
 
 
 def _max_wait_s(named: dict[bytes, bytes], deadline_s: float | None) -> float | None:
-    preference = named.get(b"prefer", b"").lower()
-    if named.get(NO_QUEUE, b"").lower() in YES or preference == b"if-available":
+    preferences = named.get(b"prefer", b"").lower().replace(b" ", b"").split(b",")
+    if named.get(NO_QUEUE, b"").lower() in YES or b"if-available" in preferences:
         return 0.0
     wait_s = _seconds(named, MAX_WAIT_MS, zero=True)
     bounds = [bound for bound in (wait_s, deadline_s) if bound is not None]

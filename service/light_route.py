@@ -54,11 +54,11 @@ class LightRoute:
         )
         media = (first(exchange.headers, b"content-type") or b"").partition(b";")[0].strip().lower()
         if media == FORM:
-            await self._relay_form(call, exchange)
+            await self._relay_form(call, exchange, self._config.pin(hints))
         elif media == JSON or media.endswith(b"+json"):
-            await self._relay_json(call, exchange)
+            await self._relay_json(call, exchange, self._config.pin(hints))
         else:
-            await self._relay_bytes(call, exchange)
+            await self._relay_bytes(call, exchange, self._config.pin(hints))
 
     def _headers(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
         headers = to_worker(
@@ -69,7 +69,7 @@ class LightRoute:
         headers.append((b"x-request-id", exchange.record.request_id.encode()))
         return headers
 
-    async def _relay_json(self, call: Call, exchange: Exchange) -> None:
+    async def _relay_json(self, call: Call, exchange: Exchange, pin: str) -> None:
         body = await read_whole(exchange.headers, exchange.receive, self._config.bounds)
         exchange.arrived(asyncio.get_running_loop().time())
         async with while_client_stays(exchange.receive, exchange.reply):
@@ -78,9 +78,9 @@ class LightRoute:
                 model, body = read_light_body(body, rules)
             else:
                 model, body = await asyncio.to_thread(read_light_body, body, rules)
-            await self._send(replace(call, body=body), self._wanted(exchange, model), exchange)
+            await self._send(replace(call, body=body), self._wanted(exchange, model, pin), exchange)
 
-    async def _relay_form(self, call: Call, exchange: Exchange) -> None:
+    async def _relay_form(self, call: Call, exchange: Exchange, pin: str) -> None:
         """Read a form up to its model, then let the rest flow."""
         self._config.bounds.check_announced(exchange.headers)
         field = ModelField(first(exchange.headers, b"content-type") or b"")
@@ -93,14 +93,14 @@ class LightRoute:
             head = field.replaced(bytes(upload.head), served.encode())
             grown_bytes = len(head) - len(upload.head)
             upload.head = bytearray(head)
-        await self._flow(call, upload, self._wanted(exchange, served), exchange, grown_bytes)
+        await self._flow(call, upload, self._wanted(exchange, served, pin), exchange, grown_bytes)
 
-    async def _relay_bytes(self, call: Call, exchange: Exchange) -> None:
+    async def _relay_bytes(self, call: Call, exchange: Exchange, pin: str) -> None:
         """Let any other body flow; without one there is nothing to wait for."""
         self._config.bounds.check_announced(exchange.headers)
         upload = Upload(exchange.receive, self._config.bounds)
         await upload.read_head(lambda _: True)
-        await self._flow(call, upload, self._wanted(exchange, ""), exchange, 0)
+        await self._flow(call, upload, self._wanted(exchange, "", pin), exchange, 0)
 
     async def _flow(
         self, call: Call, upload: Upload, wanted: Wanted, exchange: Exchange, grown_bytes: int
@@ -117,7 +117,7 @@ class LightRoute:
         async with flowing(upload, exchange.reply) as body:
             await self._send(replace(call, headers=headers, body=body), wanted, exchange)
 
-    def _wanted(self, exchange: Exchange, model: str) -> Wanted:
+    def _wanted(self, exchange: Exchange, model: str, pin: str) -> Wanted:
         """Whom to ask.
 
         Raises:
@@ -125,7 +125,7 @@ class LightRoute:
         """
         exchange.record.model = model[:MODEL_LABEL_CHARS_MAX]
         if exchange.route.way is not Way.STORED:
-            return Wanted(model=model)
+            return Wanted(model=model, only=pin)
         response_id = exchange.route.response_id
         owner = self._owners.find(response_id, asyncio.get_running_loop().time())
         if owner is not None:

@@ -35,12 +35,18 @@ class ReadingConfig:
         off_loop_bytes: bodies this long are parsed in a thread.
         rules: what is changed in them.
         keeps_authorization: whether the client's credentials are the worker's business.
+        clients_pin: whether a client may name its worker.
     """
 
     bounds: BodyBounds
     off_loop_bytes: int
     rules: Rules
     keeps_authorization: bool
+    clients_pin: bool
+
+    def pin(self, hints: HeaderFacts) -> str:
+        """The worker that a request is for by its client's word, or "" for any."""
+        return hints.worker_id if self.clients_pin else ""
 
 
 class QueuedRoute:
@@ -136,7 +142,7 @@ class QueuedRoute:
             e2e_bound_s=hints.e2e_bound_s,
             max_wait_s=hints.max_wait_s,
             streams=facts.streams,
-            pinned_worker="" if owner is None else owner.worker_id,
+            pinned_worker=self._config.pin(hints) if owner is None else owner.worker_id,
         )
 
     def _limit(self, facts: BodyFacts, prompt_tokens: int) -> int | None:

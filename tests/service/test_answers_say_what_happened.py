@@ -189,6 +189,28 @@ def test_the_price_is_what_the_slots_and_the_prompt_cost_there() -> None:
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+@pytest.mark.parametrize("name", ["x-bidgate-worker", "x-gateway-destination-endpoint"])
+@pytest.mark.parametrize("may", [True, False])
+def test_a_client_may_name_its_worker_where_the_operator_lets_it(
+    path: str, name: str, may: bool
+) -> None:
+    async def plain(_: httpx.Request) -> httpx.Response:
+        return answer()
+
+    async def scenario() -> None:
+        workers = {worker: HandlerTransport(plain) for worker in ("a", "b", "c")}
+        edge = EdgeConfig(clients_pin=may)
+        async with Stage(workers, edge=edge).open() as stage:  # type: ignore[arg-type]
+            headers = {name: "c", "content-type": "application/json"}
+            got = [await stage.post(path=path, headers=headers) for _ in range(3)]
+            assert {one.status for one in got} == {200}
+            served = {one.header("x-bidgate-worker") for one in got}
+            assert (served == {"c"}) == may
+
+    run_virtual(scenario())
+
+
 class SlowUpload:
     """A client whose body takes its time."""
 
