@@ -23,6 +23,7 @@ from service.control.events import (
     FirstToken,
     Left,
     Outcome,
+    Prefill,
     Refuse,
     Request,
     Returned,
@@ -186,6 +187,8 @@ class _Simulation:
             case Refuse(_, reason, _):
                 request.detail = reason.value
                 self._end(request, End.REFUSED, 0)
+            case Prefill():
+                raise ValueError("the simulator has no prefill workers")
             case _:
                 assert_never(command)
 

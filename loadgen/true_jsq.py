@@ -12,6 +12,8 @@ from service.control.events import (
     Arrived,
     FirstToken,
     Left,
+    Prefilled,
+    PrefillFailed,
     Progressed,
     Refusal,
     Refuse,
@@ -65,6 +67,8 @@ class TrueJsq:
                     self._forget(request_id)
             case WorkerJoined() | WorkerChanged() | WorkerGone() | WorkerReported():
                 self._follow_worker(event)
+            case Prefilled() | PrefillFailed():
+                raise ValueError("the yardstick knows no prefill workers")
         return []
 
     def tick(self, now_s: float) -> list[Command]:

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from structlog.typing import FilteringBoundLogger
 
 from service.central_queue import CentralQueue
+from service.control.events import Role
 from service.control.router import Router
 from service.edge import Doors, Edge, make_ways
 from service.fleet import Fleet
@@ -74,6 +75,7 @@ def assemble(settings: Settings) -> Service:
             fleet=parts.fleet.stats,
             light=lambda: (parts.light.held, dict(parts.light.ended)),
             retries=lambda: dict(parts.forwarder.retries),
+            handoffs=lambda: dict(parts.forwarder.handoffs),
             refresh_failures=lambda: parts.refresher.failures,
         )
     )
@@ -191,11 +193,17 @@ async def _mock_fleet(
         profile=PROFILES[config.profile],
         batch_limit=config.batch_limit,
         time_scale=config.time_scale,
+        kv_transfer=config.prefill_workers > 0,
     )
-    async with running_mock_workers([worker] * config.workers) as urls:
-        for number, url in enumerate(urls):
+    role = Role.DECODE if config.prefill_workers else Role.BOTH
+    names = [(f"mock-{number}", role) for number in range(config.workers)]
+    names += [(f"mock-prefill-{n}", Role.PREFILL) for n in range(config.prefill_workers)]
+    async with running_mock_workers([worker] * len(names)) as urls:
+        for (worker_id, role), url in zip(names, urls, strict=True):
             follow(
-                WorkerConfig(worker_id=f"mock-{number}", url=url, batch_limit=config.batch_limit)
+                WorkerConfig(
+                    worker_id=worker_id, url=url, batch_limit=config.batch_limit, role=role
+                )
             )
         yield
 

@@ -20,6 +20,7 @@ class Place(Protocol):
 
     Attributes:
         worker_id: where it was started last.
+        prefill_id: the prefill worker that computed its prompt, or "".
         starts: how often it was started.
         queued_s: wait in the central queue, seconds.
         first_token_s: when the first output token was seen, on the loop's clock, or None.
@@ -28,6 +29,7 @@ class Place(Protocol):
     """
 
     worker_id: str
+    prefill_id: str
     starts: int
     queued_s: float
     first_token_s: float | None
@@ -74,6 +76,9 @@ class AsgiReply:
             (b"x-bidgate-queue-ms", f"{place.queued_s * 1e3:.1f}".encode()),
             (b"x-bidgate-price", f"{place.price():.6g}".encode()),
         ]
+        if place.prefill_id:
+            prefill = place.prefill_id.encode("latin-1", "replace")
+            account.append((b"x-bidgate-prefill-worker", prefill))
         if self.overhead_s is not None:
             account.append((b"x-bidgate-overhead-ms", f"{self.overhead_s * 1e3:.2f}".encode()))
         return account

@@ -19,10 +19,12 @@ from service.control.events import (
     Command,
     Event,
     Outcome,
+    Prefilled,
     Progressed,
     Refusal,
     Request,
     Returned,
+    Role,
     Start,
     WorkerGone,
     WorkerReported,
@@ -107,8 +109,16 @@ class QueueStats:
 
     @property
     def usable_workers(self) -> int:
-        """Workers that are up."""
+        """Workers that are up, prefill workers not counted."""
         return sum(worker.state is WorkerState.UP for worker in self.router.workers)
+
+    @property
+    def lacks_prefill(self) -> bool:
+        """Whether all workers that are up need a prefill worker, and none of these is up."""
+        up = [worker for worker in self.router.workers if worker.state is WorkerState.UP]
+        return all(worker.role is Role.DECODE for worker in up) and not any(
+            worker.state is WorkerState.UP for worker in self.router.prefillers
+        )
 
 
 class CentralQueue:
@@ -196,15 +206,23 @@ class CentralQueue:
         """
         self._progress[request_id] = self._merged.note(request_id, decode_tokens, exact=exact)
 
-    def take_back(self, request_id: str) -> None:
-        """Book that a started request waits again.
+    def take_back(self, request_id: str, worker_id: str) -> None:
+        """Book that a started request waits again, and which worker did not take it ("": its own).
 
         Raises:
             RouterBrokeError: it could not be booked, so nothing would ever start the request.
         """
         self._progress.pop(request_id, None)
         self._merged.end(self._held[request_id].request)
-        self._book(Returned(request_id))
+        self._book(Returned(request_id, worker_id))
+
+    def hold(self, request_id: str) -> None:
+        """Book that a request that was prefilled ahead waits for a decode slot.
+
+        Raises:
+            RouterBrokeError: it could not be booked, so nothing would ever start the request.
+        """
+        self._book(Prefilled(request_id))
 
     def drain(self) -> None:
         """Turn new requests away from now on; those inside end as they would."""

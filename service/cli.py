@@ -26,6 +26,8 @@ from service.settings import Settings, SettingsError, check_environment, describ
 FLAG_ALIASES: Final = {
     "--static-backends": "--workers",
     "--worker-urls": "--workers",
+    "--prefill": "--prefill-workers",
+    "--decode": "--decode-workers",
     "--routing-logic": "--policy",
     "--queue-size": "--queue-max",
     "--queue-timeout-secs": "--max-wait-s",

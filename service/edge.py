@@ -248,6 +248,7 @@ def _conclude(exchange: Exchange, error: BaseException | None, now_s: float) -> 
     record.e2e_s = now_s - exchange.arrival_s
     if placement is not None:
         record.worker = placement.worker_id
+        record.prefill_worker = placement.prefill_id
         record.starts = placement.starts
         record.queued_s = None if record.light else placement.queued_s
         record.decode_tokens = placement.decode_tokens

@@ -15,6 +15,7 @@
     |-- UpstreamError                   the worker's fault
     |   |-- WorkerUnreachableError  502 bad_gateway: no connection, so nothing was generated
     |   |-- WorkerBrokeError        502 bad_gateway: the connection died after the request was sent
+    |   |-- HandoffMissingError     502 bad_gateway: prefilled, but not told how to fetch it
     |   `-- WorkerLateError         504 timeout_error: no byte for too long
     `-- RouterBrokeError            500 server_error: our own bug
 
@@ -205,6 +206,12 @@ class WorkerBrokeError(UpstreamError):
     """The connection died once the request was sent: it may have been generated in part."""
 
     answer = Answer(502, "bad_gateway", "worker_broke")
+
+
+class HandoffMissingError(UpstreamError):
+    """A prefill worker did not tell how to fetch what it computed."""
+
+    answer = Answer(502, "bad_gateway", "handoff_missing")
 
 
 class WorkerLateError(UpstreamError):

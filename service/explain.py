@@ -9,7 +9,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from service.control.events import WorkerState
-from service.control.stats import WorkerStats
+from service.control.stats import PrefillStats, WorkerStats
 
 TIMEOUT_S: Final = 5.0
 
@@ -28,6 +28,7 @@ class Scarcity:
     arrivals_per_s: float
     price_age_s: float
     workers: tuple[WorkerStats, ...]
+    prefillers: tuple[PrefillStats, ...] = ()
 
 
 def explain_service(address: str) -> str:
@@ -55,7 +56,8 @@ def explain(state: Scarcity) -> str:
     lines.append(_scarcest(state.workers))
     width = max(len(worker.worker_id) for worker in state.workers)
     ranked = sorted(state.workers, key=lambda worker: (-_price(worker), worker.worker_id))
-    return "\n".join(lines + [_worker_line(worker, width) for worker in ranked])
+    lines += [_worker_line(worker, width) for worker in ranked]
+    return "\n".join(lines + [_prefill_line(worker) for worker in state.prefillers])
 
 
 def _queue_line(state: Scarcity) -> str:
@@ -94,6 +96,16 @@ def _worker_line(worker: WorkerStats, width: int) -> str:
         f" price {worker.price_batch:.3g} a slot, {worker.price_kv:.3g} a KV token"
         f"{'' if worker.startable else ', takes nothing now'}"
     )
+
+
+def _prefill_line(worker: PrefillStats) -> str:
+    line = (
+        f"  {worker.worker_id}  {worker.state:<8} prefill: {worker.legs} prompts,"
+        f" {worker.leg_tokens} tokens not computed yet, {worker.kv_tokens} KV tokens held"
+    )
+    if worker.orphaned_kv_tokens:
+        line += f", {worker.orphaned_kv_tokens} of them until their lease ends"
+    return line
 
 
 def _price(worker: WorkerStats) -> float:

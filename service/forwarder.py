@@ -10,36 +10,38 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-import aiohttp
 import httpx
 
+from service.call import Call, Place, Reply
 from service.control.events import Outcome
 from service.errors import (
     BidgateError,
     ClientGoneError,
     DeadlineExceededError,
+    HandoffMissingError,
     UpstreamError,
     WorkerBrokeError,
     WorkerLateError,
     WorkerUnreachableError,
 )
-from service.headers import CREDENTIALS, DATA_PARALLEL_RANK, RawHeaders, first, to_client
+from service.headers import CREDENTIALS, DATA_PARALLEL_RANK, first, to_client
 from service.interrupt import Interrupt, Watchdog
+from service.placement import Placement
+from service.prefill_leg import Params, PrefillLeg, with_params
 from service.sse import Meter, meter_of, usage_tokens
 from service.surface import Api
 from service.worker_config import WorkerConfig
+from service.worker_link import BROKEN
 
 BUSY_STATUSES: Final = (429, 503)
 USAGE_TAIL_BYTES: Final = 4096
 WHOLE_BYTES_MAX: Final = 1 << 20
 PART_BYTES: Final = 1 << 18
 """Longer bodies are written in parts of this size: one write would hold up the event loop."""
-BROKEN: Final = (httpx.HTTPError, httpx.StreamError, aiohttp.ClientError, OSError)
-"""What a transport may raise while a response is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,68 +86,12 @@ class ForwardConfig:
             raise ValueError(f"failures_to_suspect must be at least 1, got {given}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A request as it goes to whichever worker.
-
-    Attributes:
-        path: with a query string, if any: "/v1/completions".
-        headers: cleaned by headers.to_worker, request id included.
-        body: as sent; parts that come as they come can be sent only once.
-        method: HTTP method.
-        api: format of request and answer.
-        deadline_s: when the answer is worth nothing any more, on the loop's clock, or None.
-    """
-
-    path: str
-    headers: RawHeaders
-    body: bytes | AsyncIterable[bytes]
-    method: str = "POST"
-    api: Api = Api.TEXT
-    deadline_s: float | None = None
-
-
-class Place(Protocol):
-    """A place at a worker: a reservation of the queue, or a light one.
-
-    Attributes:
-        worker_id: where the request goes now.
-        decode_tokens: output tokens of all its sequences seen so far, or None.
-        outcome: how the request ends if nothing is raised.
-    """
-
-    worker_id: str
-    decode_tokens: int | None
-    outcome: Outcome
-
-    def first_token(self) -> None:
-        """Take note of the first output token."""
-
-    def progressed(self, decode_tokens: int, *, exact: bool = False) -> None:
-        """Take note of output tokens so far, over all sequences."""
-
-    async def returned(self) -> None:
-        """Give the place back, as the worker did not take the request, and wait for another."""
-
-
-class Reply(Protocol):
-    """Where the response goes."""
-
-    async def start(self, status: int, headers: RawHeaders) -> None:
-        """Send status and headers."""
-
-    async def write(self, chunk: bytes) -> None:
-        """Send a part of the body; waits while the client does not read."""
-
-    async def end(self) -> None:
-        """Finish the response; a reply that is not ended is cut off."""
-
-
 class Forwarder:
     """Relays requests to workers.
 
     Attributes:
-        retries: how often another worker was tried, by reason (connect, busy).
+        retries: how often another worker was tried, by reason (connect, busy, prefill).
+        handoffs: how first legs ended: done, failed, or missing (answered without parameters).
     """
 
     def __init__(
@@ -156,11 +102,13 @@ class Forwarder:
         config: ForwardConfig,
         suspect: Callable[[str], None],
     ) -> None:
-        self.retries: Counter[str] = Counter({"connect": 0, "busy": 0})
+        self.retries: Counter[str] = Counter({"connect": 0, "busy": 0, "prefill": 0})
+        self.handoffs: Counter[str] = Counter({"done": 0, "failed": 0, "missing": 0})
         self._worker = worker
         self._transports = transports
         self._config = config
         self._suspect = suspect
+        self._first_leg = PrefillLeg(self._send)
         self._failures_in_a_row: Counter[str] = Counter()
         self._urls: dict[str, httpx.URL] = {}
         timeout_s = httpx.Timeout(None, connect=config.connect_timeout_s)
@@ -191,10 +139,10 @@ class Forwarder:
                     relay.watchdog.stop()
         except (UpstreamError, DeadlineExceededError) as error:
             if isinstance(error, UpstreamError):
-                self._judge(placement.worker_id, broke=True)
+                self._judge(relay.at, broke=True)
             await relay.break_off(error)
             raise
-        self._judge(placement.worker_id, broke=relay.worker_broke)
+        self._judge(relay.at, broke=relay.worker_broke)
 
     def _judge(self, worker_id: str, *, broke: bool) -> None:
         """Suspect a worker whose answers break one after the other; before its place is free."""
@@ -209,23 +157,89 @@ class Forwarder:
         placement = relay.placement
         for attempt in itertools.count():
             last = attempt >= self._config.retries_max
-            relay.expect_first_byte()
-            try:
-                response = await self._send(call, placement.worker_id)
-            except WorkerUnreachableError:
-                self._suspect(placement.worker_id)
-                if last:
-                    raise
-                self.retries["connect"] += 1
-            else:
-                once = not isinstance(call.body, bytes)
-                if last or once or response.status_code not in BUSY_STATUSES:
-                    return response
-                await response.aclose()
-                self.retries["busy"] += 1
+            response = await self._attempt(call, relay, last=last)
+            if response is not None:
+                return response
             relay.watchdog.stop()
-            await placement.returned()
+            if isinstance(placement, Placement):
+                await placement.returned(relay.at)
+            else:
+                await placement.returned()
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _attempt(self, call: Call, relay: _Relay, *, last: bool) -> httpx.Response | None:
+        """Send a placed request, in two legs where it has them; None when another may be tried."""
+        placement = relay.placement
+        try:
+            legs = await self._legs(call, relay, last=last)
+            if not isinstance(legs, Call):
+                return legs
+            relay.turn_to(placement.worker_id)
+            response = await self._send(legs, placement.worker_id)
+        except WorkerUnreachableError:
+            self._suspect(relay.at)
+            if last:
+                raise
+            self.retries["connect"] += 1
+            return None
+        except WorkerBrokeError:
+            # Of the first leg the client has seen nothing; the second may have begun.
+            if last or relay.at == placement.worker_id:
+                raise
+            self._judge(relay.at, broke=True)
+            self.retries["prefill"] += 1
+            return None
+        once = not isinstance(call.body, bytes)
+        if last or once or response.status_code not in BUSY_STATUSES:
+            return response
+        await self._give_up(response, "busy")
+        return None
+
+    async def _legs(self, call: Call, relay: _Relay, *, last: bool) -> Call | httpx.Response | None:
+        """Run first legs until none is due; the call of the second, or why there is none."""
+        placement = relay.placement
+        if not isinstance(placement, Placement):
+            return call
+        params: Params | None = None
+        while placement.prefill_due:
+            answer = await self._prefill(call, relay, placement)
+            if isinstance(answer, httpx.Response):
+                if last or not _may_try_another(answer.status_code):
+                    return answer
+                await self._give_up(answer, "prefill")
+                return None
+            params = answer
+            # Until the decode worker is asked nobody owes an answer: a hold may take its time.
+            relay.watchdog.stop()
+            await placement.prefilled()
+        if params is None or not placement.prefill_id:
+            return call
+        return with_params(call, params)
+
+    async def _give_up(self, response: httpx.Response, reason: str) -> None:
+        await response.aclose()
+        self.retries[reason] += 1
+
+    async def _prefill(
+        self, call: Call, relay: _Relay, placement: Placement
+    ) -> Params | httpx.Response:
+        """Run the first leg, and book how it ended."""
+        relay.turn_to(placement.prefill_id)
+        try:
+            answer = await self._first_leg.run(call, placement)
+        except UpstreamError as error:
+            missing = isinstance(error, HandoffMissingError)
+            self.handoffs["missing" if missing else "failed"] += 1
+            placement.prefill_failed(kept=isinstance(error, WorkerBrokeError))
+            raise
+        if isinstance(answer, httpx.Response):
+            self.handoffs["failed"] += 1
+            placement.prefill_failed(kept=False)
+            self._judge(relay.at, broke=_is_broken(answer.status_code))
+        else:
+            self.handoffs["done"] += 1
+            self._judge(relay.at, broke=False)
+        return answer
 
     def _url(self, base: str, path: str) -> httpx.URL:
         """Parse a URL once; with a query, which clients choose, every time."""
@@ -273,12 +287,15 @@ class _Relay:
 
     def __init__(self, call: Call, placement: Place, reply: Reply, config: ForwardConfig) -> None:
         self.placement = placement
+        self.at = placement.worker_id
         self._api = call.api
         self._reply = reply
         self._config = config
         self._meter: Meter | None = None
 
-    def expect_first_byte(self) -> None:
+    def turn_to(self, worker_id: str) -> None:
+        """A worker is asked now, and must answer in time."""
+        self.at = worker_id
         self.watchdog.expect(self._late, self._config.first_byte_timeout_s)
 
     async def pass_on(self, response: httpx.Response) -> None:
@@ -300,9 +317,7 @@ class _Relay:
             else:
                 await self._pass_body(response, count=plain)
         except BROKEN as error:
-            raise WorkerBrokeError(
-                f"worker {self.placement.worker_id} broke off its response"
-            ) from error
+            raise WorkerBrokeError(f"worker {self.at} broke off its response") from error
         self.watchdog.stop()
         await self._reply.end()
 
@@ -349,7 +364,7 @@ class _Relay:
             self.placement.decode_tokens = usage_tokens(tail)
 
     def _late(self) -> WorkerLateError:
-        return WorkerLateError(f"worker {self.placement.worker_id} sent nothing for too long")
+        return WorkerLateError(f"worker {self.at} sent nothing for too long")
 
 
 async def _in_parts(body: bytes) -> AsyncIterator[bytes]:
@@ -369,6 +384,11 @@ def _deadline(interrupt: Interrupt, at_s: float | None) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _may_try_another(status: int) -> bool:
+    """Whether an error of a prefill worker may be its own; else the request is wrong anywhere."""
+    return status >= 500 or status in BUSY_STATUSES
 
 
 def _is_broken(status: int) -> bool:

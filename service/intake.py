@@ -29,6 +29,8 @@ ENGINES_OWN: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """Fields by which a client could kill an engine or read another's cache; never sent on."""
 FREE_FORM: Final = (("vllm_xargs",), ("sampling_params", "extra_args"), ("extra_args",))
 """Where engines would take those fields as well."""
+NEED_THE_PROMPT: Final = ("echo", "prompt_logprobs", "use_beam_search")
+"""Fields that a worker which did not compute the prompt cannot serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,8 @@ class BodyFacts:
         value: from the body's `priority`, as vLLM means it: lower is sooner, each step doubles.
         previous: id of the stored response that this one continues, or "".
         names_itself: id that the client chose for the stored response, or "".
+        whole: one worker must do all of it: it asks for several sequences, or for what only the
+            worker that computes the prompt can tell, or in another format than completions.
         body: bytes to send on; the client's own unless a field had to go or to change.
     """
 
@@ -72,6 +76,7 @@ class BodyFacts:
     value: float
     previous: str
     names_itself: str
+    whole: bool
     body: bytes
 
 
@@ -84,6 +89,7 @@ def read_body(body: bytes, api: Api, rules: Rules) -> BodyFacts:
     payload = _parse(body)
     sampling = _sampling(payload, api)
     prompt_tokens, prompts = prompt_size(payload, api)
+    sequences = prompts * _branches(sampling)
     limit = _limit(sampling, api)
     floor = _count(sampling, "min_tokens", least=0) or None
     model = _model(payload)
@@ -91,13 +97,14 @@ def read_body(body: bytes, api: Api, rules: Rules) -> BodyFacts:
         model=rules.aliases.get(model, model),
         streams=payload.get("stream") is True,
         prompt_tokens=prompt_tokens,
-        sequences=prompts * _branches(sampling),
+        sequences=sequences,
         decode_tokens_limit=limit,
         decode_tokens_floor=floor,
         decode_tokens_hint=_hint(payload, sampling, limit, floor),
         value=priority_value(payload.get("priority")),
         previous=_text(payload, "previous_response_id"),
         names_itself=_text(payload, "request_id") if api is Api.RESPONSES else "",
+        whole=sequences > 1 or _wants_whole(payload, api),
         body=_body_to_send(payload, body, rules),
     )
 
@@ -124,6 +131,11 @@ def priority_value(priority: object) -> float:
     if not isinstance(priority, int) or isinstance(priority, bool):
         return 1.0
     return 2.0 ** -min(max(priority, -PRIORITY_STEPS_MAX), PRIORITY_STEPS_MAX)
+
+
+def _wants_whole(payload: Payload, api: Api) -> bool:
+    """Whether a single sequence cannot be split over two workers."""
+    return api not in (Api.CHAT, Api.TEXT) or any(map(payload.get, NEED_THE_PROMPT))
 
 
 def _parse(body: bytes) -> Payload:

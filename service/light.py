@@ -173,6 +173,7 @@ class LightPlace:
 
     Attributes:
         worker_id: where it goes; "" before.
+        prefill_id: always "", as one worker does all of it.
         starts: how often it was sent to one.
         queued_s: always 0, as there is no queue.
         first_token_s: when the first output token was seen, or None.
@@ -181,7 +182,7 @@ class LightPlace:
     """
 
     def __init__(self, path: LightPath, wanted: Wanted) -> None:
-        self.worker_id = ""
+        self.worker_id = self.prefill_id = ""
         self.starts = 0
         self.queued_s = 0.0
         self.first_token_s: float | None = None

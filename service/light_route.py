@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Final
 
 from service.asgi import while_client_stays
+from service.call import Call
 from service.errors import UnknownResponseError
 from service.exchange import Exchange
-from service.forwarder import Call, Forwarder
+from service.forwarder import Forwarder
 from service.headers import first, to_worker
 from service.hints import read_headers
 from service.intake import read_light_body

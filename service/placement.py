@@ -13,6 +13,9 @@ from service.control.events import (
     FirstToken,
     Left,
     Outcome,
+    Prefill,
+    Prefilled,
+    PrefillFailed,
     Refuse,
     Request,
     Start,
@@ -33,13 +36,16 @@ class Desk(Protocol):
         """A future for the next command."""
 
     def publish(self, event: Event) -> None:
-        """Book an event."""
+        """Book an event, and decide soon."""
 
     def note_progress(self, request_id: str, decode_tokens: int, *, exact: bool) -> None:
         """Remember tokens per sequence."""
 
-    def take_back(self, request_id: str) -> None:
-        """Let a started request wait again."""
+    def take_back(self, request_id: str, worker_id: str) -> None:
+        """Let a started request wait again; `worker_id` did not take it, or its worker if empty."""
+
+    def hold(self, request_id: str) -> None:
+        """Let a request that was prefilled ahead wait for a decode slot."""
 
     def retry_after_s(self) -> int:
         """When a refused client may try again."""
@@ -53,7 +59,10 @@ class Placement:
 
     Attributes:
         request: as the router knows it.
-        worker_id: where it was started last.
+        worker_id: where it was started last; "" while it is prefilled ahead of a start.
+        prefill_id: the prefill worker that is to compute its prompt for that start, or did; ""
+            where the worker does all of it.
+        prefill_due: whether it is still to do so.
         queued_s: time spent waiting for a start so far, seconds.
         starts: how often it was started; more than one after `returned`.
         first_token_s: when the first output token was seen, or None.
@@ -64,6 +73,8 @@ class Placement:
     def __init__(self, desk: Desk, request: Request) -> None:
         self.request = request
         self.worker_id = ""
+        self.prefill_id = ""
+        self.prefill_due = False
         self.queued_s = 0.0
         self.starts = 0
         self.first_token_s: float | None = None
@@ -93,14 +104,38 @@ class Placement:
         """What the request costs where it was started, in reward per decode iteration."""
         return self._desk.price(self.request, self.worker_id)
 
-    async def returned(self) -> None:
-        """Give the start back, as the worker did not take the request, and wait for another.
+    async def prefilled(self) -> None:
+        """Report that the prompt is computed; wait for a decode slot where it has none yet.
+
+        A wait that is too long ends with a start whose prefill is due again.
+
+        Raises:
+            RefusedError: the router turned the request away meanwhile.
+        """
+        self.prefill_due = False
+        if self.worker_id:
+            self._desk.publish(Prefilled(self.request.request_id))
+            return
+        self._turn = self._desk.new_turn()
+        self._desk.hold(self.request.request_id)
+        await self.start()
+
+    def prefill_failed(self, *, kept: bool) -> None:
+        """Report that the prefill came to nothing; `kept`: its worker may hold KV memory for it."""
+        self.prefill_due = False
+        self._desk.publish(PrefillFailed(self.request.request_id, kept))
+
+    async def returned(self, worker_id: str = "") -> None:
+        """Give the start back, as a worker did not take the request, and wait for another.
+
+        Args:
+            worker_id: the prefill worker that did not; "" for the one it was started on.
 
         Raises:
             RefusedError: when the router turns the request away instead.
         """
         self._turn = self._desk.new_turn()
-        self._desk.take_back(self.request.request_id)
+        self._desk.take_back(self.request.request_id, worker_id)
         await self.start()
 
     async def start(self) -> None:
@@ -112,9 +147,12 @@ class Placement:
         finally:
             self.queued_s += stopwatch() - since_s
         match command:
-            case Start(worker_id=worker_id):
-                self.worker_id = worker_id
+            case Start(worker_id=worker_id, prefill_id=prefill_id, handed=handed):
+                self.worker_id, self.prefill_due = worker_id, bool(prefill_id)
+                self.prefill_id = self.prefill_id if handed else prefill_id
                 self.starts += 1
+            case Prefill(worker_id=prefill_id):
+                self.worker_id, self.prefill_id, self.prefill_due = "", prefill_id, True
             case Refuse(reason=reason, detail=detail):
                 raise RefusedError(reason, detail, retry_after_s=self._desk.retry_after_s())
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from service.asgi import while_client_stays
+from service.call import Call, Reply
 from service.central_queue import CentralQueue
 from service.control.events import Request
 from service.exchange import Exchange
-from service.forwarder import Call, Forwarder, Reply
+from service.forwarder import Forwarder
 from service.headers import RawHeaders, to_worker
 from service.hints import HeaderFacts, read_headers
 from service.intake import BodyFacts, Rules, read_body
@@ -22,6 +23,8 @@ from service.surface import Api
 from service.uploads import BodyBounds, read_whole
 
 MODEL_LABEL_CHARS_MAX: Final = 128
+SPLIT_PATHS: Final = ("/v1/chat/completions", "/v1/completions")
+"""Routes whose requests a prefill and a decode worker may share."""
 ID_WITHIN_BYTES: Final = 16 * 1024
 _ID: Final = re.compile(rb'"id":\s*"(resp[\w-]{1,200})"')
 
@@ -143,6 +146,7 @@ class QueuedRoute:
             max_wait_s=hints.max_wait_s,
             streams=facts.streams,
             pinned_worker=self._config.pin(hints) if owner is None else owner.worker_id,
+            whole=facts.whole or not exchange.target.startswith(SPLIT_PATHS),
         )
 
     def _limit(self, facts: BodyFacts, prompt_tokens: int) -> int | None:

@@ -120,6 +120,8 @@ def _trouble(stats: QueueStats) -> str | None:
         return "the last decision failed"
     if not stats.usable_workers:
         return "no worker is up"
+    if stats.lacks_prefill:
+        return "no prefill worker is up"
     return None
 
 
@@ -132,4 +134,5 @@ def _scarcity(stats: QueueStats) -> dict[str, object]:
         "arrivals_per_s": router.arrivals_per_s,
         "price_age_s": router.price_age_s,
         "workers": [asdict(worker) for worker in router.workers],
+        "prefillers": [asdict(worker) for worker in router.prefillers],
     }

@@ -27,6 +27,7 @@ from pydantic_settings import (
 
 from service.central_queue import QueueConfig
 from service.control.config import ControlConfig
+from service.control.events import Role
 from service.edge import EdgeConfig
 from service.fleet_types import WatchConfig
 from service.forwarder import ForwardConfig
@@ -79,12 +80,14 @@ class MockConfig:
 
     Attributes:
         workers: how many.
+        prefill_workers: how many more that only compute prompts; the others then fetch these.
         profile: whose iteration times they have.
         batch_limit: their --max-num-seqs.
         time_scale: above 1 they run faster than real time.
     """
 
     workers: Annotated[int, Parameter(name="--mock")] = 0
+    prefill_workers: Annotated[int, Parameter(name="--mock-prefill")] = 0
     profile: Annotated[str, Parameter(name="--mock-profile")] = LLAMA_3_8B_A100.name
     batch_limit: Annotated[int, Parameter(name="--mock-batch-limit")] = 32
     time_scale: Annotated[float, Parameter(name="--mock-time-scale")] = 1.0
@@ -93,6 +96,8 @@ class MockConfig:
         """Refuse unknown profiles and impossible sizes."""
         if not 0 <= self.workers <= 64:
             raise ValueError(f"workers must be in 0..64, got {self.workers}")
+        if not 0 <= self.prefill_workers <= 64:
+            raise ValueError(f"prefill_workers must be in 0..64, got {self.prefill_workers}")
         if self.profile not in PROFILES:
             raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {self.profile}")
         if self.batch_limit < 1 or not self.time_scale > 0:
@@ -118,6 +123,22 @@ class Settings(BaseSettings):
             group=Group("Workers", sort_key=1), consume_multiple=True, negative="", metavar="URL..."
         ),
         Field(description="Base URLs of the workers: http://a:8000 http://b:8000."),
+    ] = ()
+    prefill_workers: Annotated[
+        tuple[str, ...],
+        NoDecode,
+        Parameter(
+            group=Group("Workers", sort_key=1), consume_multiple=True, negative="", metavar="URL..."
+        ),
+        Field(description="Base URLs of workers that only compute prompts (role: prefill)."),
+    ] = ()
+    decode_workers: Annotated[
+        tuple[str, ...],
+        NoDecode,
+        Parameter(
+            group=Group("Workers", sort_key=1), consume_multiple=True, negative="", metavar="URL..."
+        ),
+        Field(description="Base URLs of workers that fetch what was prefilled (role: decode)."),
     ] = ()
     fleet: Annotated[FleetConfig, Parameter(name="*", group=Group("Workers", sort_key=1))] = (
         FleetConfig()
@@ -147,7 +168,7 @@ class Settings(BaseSettings):
         ControlConfig()
     )
 
-    @field_validator("workers", mode="before")
+    @field_validator("workers", "prefill_workers", "decode_workers", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         """Accept one string with commas or spaces between, or JSON, as the environment gives it."""
@@ -182,9 +203,14 @@ class Settings(BaseSettings):
         Raises:
             SettingsError: a URL is none, a name is given twice, or there is no worker at all.
         """
+        given = [
+            *self.workers,
+            *(WorkerSettings(url=url, role=Role.PREFILL) for url in self.prefill_workers),
+            *(WorkerSettings(url=url, role=Role.DECODE) for url in self.decode_workers),
+        ]
         try:
             workers = tuple(
-                rank for one in self.workers for rank in worker_config(one, self.fleet).ranks()
+                rank for one in given for rank in worker_config(one, self.fleet).ranks()
             )
         except ValueError as error:
             raise SettingsError(f"workers: {error}") from error
@@ -194,7 +220,22 @@ class Settings(BaseSettings):
             raise SettingsError(f"workers: {twice} is listed twice")
         if not workers and not self.mock.workers:
             raise SettingsError("no workers: give --workers URL... or --mock N")
+        self._check_roles(workers)
         return workers
+
+    def _check_roles(self, workers: tuple[WorkerConfig, ...]) -> None:
+        """Refuse half a pair: prefills that nobody fetches, decode workers nobody prefills for."""
+        roles = {worker.role for worker in workers}
+        if self.mock.workers:
+            roles.add(Role.DECODE if self.mock.prefill_workers else Role.BOTH)
+        if self.mock.prefill_workers:
+            roles.add(Role.PREFILL)
+        for one, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+            if one in roles and other not in roles:
+                raise SettingsError(
+                    f"workers: there are {one} workers and no {other} workers; give"
+                    f" --{other}-workers URL... or another role"
+                )
 
 
 def check_environment(environ: Mapping[str, str]) -> None:

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from service.central_queue import QueueStats
 from service.control.events import Outcome, WorkerState
-from service.control.stats import WorkerStats
+from service.control.stats import PrefillStats, RouterStats, WorkerStats
 from service.fleet_types import WatchStats
 
 LATENCY_BUCKETS_S: Final = (
@@ -44,6 +44,7 @@ class RequestRecord:
         outcome: completed, failed, cancelled or refused.
         reason: error code of an answer that is ours, or "".
         worker: where it was started last.
+        prefill_worker: which computed its prompt, where that is another one.
         starts: how often it was started.
         queued_s: wait in the central queue.
         ttft_s: from arrival to the first output token, of streams.
@@ -63,6 +64,7 @@ class RequestRecord:
     outcome: str = Outcome.CANCELLED
     reason: str = ""
     worker: str = ""
+    prefill_worker: str = ""
     starts: int = 0
     queued_s: float | None = None
     ttft_s: float | None = None
@@ -84,6 +86,7 @@ class Sources:
         fleet: of the watches.
         light: places lent by the light path now, and how those ended.
         retries: other workers tried, by reason.
+        handoffs: ends of first legs, by result.
         refresh_failures: price refreshes that raised.
     """
 
@@ -92,6 +95,7 @@ class Sources:
     light: Callable[[], tuple[int, dict[str, int]]]
     retries: Callable[[], dict[str, int]]
     refresh_failures: Callable[[], int]
+    handoffs: Callable[[], dict[str, int]] = dict
 
 
 class Telemetry:
@@ -164,7 +168,14 @@ class _StateCollector(Collector):
         queue = self._sources.queue()
         yield from _queue_series(queue)
         yield from _decision_series(queue)
-        yield from _worker_series(queue.router.workers)
+        yield from _worker_series(queue.router.workers, queue.router.prefillers)
+        yield from _prefill_series(queue.router)
+        yield _counter(
+            "handoffs",
+            "Prompts sent to a prefill worker: done, failed, or missing how to fetch them",
+            _keyed(self._sources.handoffs()),
+            ["result"],
+        )
         yield from _watch_series(self._sources.fleet())
         held, ended = self._sources.light()
         yield _gauge("light_running", "Requests at workers that skipped the queue", held)
@@ -219,7 +230,30 @@ def _decision_series(stats: QueueStats) -> Iterator[Metric]:
     yield _gauge("price_age_seconds", "Age of the prices in use", router.price_age_s)
 
 
-def _worker_series(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
+def _prefill_series(router: RouterStats) -> Iterator[Metric]:
+    """The prefill workers, and what is decided about them."""
+    yield _counter("prefills", "Prompts to be sent to a prefill worker", {(): router.prefills})
+    yield _counter("holds_passed", "Prefills held too long and redone", {(): router.holds_passed})
+    yield _counter(
+        "whole_on_decode",
+        "Requests not to be split whose prompt a decode worker computed",
+        {(): router.whole_on_decode},
+    )
+    for name, text in (
+        ("legs", "Prompts sent and not answered"),
+        ("leg_tokens", "Tokens of prompts sent and not answered"),
+        ("kv_tokens", "KV tokens charged to it"),
+        ("orphaned_kv_tokens", "KV tokens nobody fetches, charged until the lease ends"),
+        ("tokens_per_s", "Speed as learned"),
+    ):
+        values = {one.worker_id: float(getattr(one, name)) for one in router.prefillers}
+        series = name.replace("_per_s", "_per_second")
+        yield _per_worker(f"prefill_worker_{series}", text, values)
+
+
+def _worker_series(
+    workers: Iterable[WorkerStats], prefillers: Iterable[PrefillStats]
+) -> Iterator[Metric]:
     price = GaugeMetricFamily(
         "bidgate_shadow_price",
         "Reward one more unit would earn: a batch slot or a KV token for one iteration",
@@ -248,6 +282,9 @@ def _worker_series(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
             value = getattr(worker, field)
             if value is not None:
                 column[name] = float(value)
+    for other in prefillers:
+        for one in WorkerState:
+            state.add_metric([other.worker_id, one.value], float(other.state is one))
     yield price
     yield state
     for key, (text, column) in values.items():

@@ -66,6 +66,7 @@ class WatchedWorker:
             batch_limit=self.config.batch_limit,
             kv_capacity_tokens=self.config.kv_capacity_tokens,
             models=self.config.models,
+            role=self.config.role,
         )
         self._publish(WorkerJoined(spec, WorkerState.DOWN))
 

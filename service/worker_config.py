@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 from urllib.parse import urlsplit
 
+from service.control.events import Role
+
 RANKS_MAX: Final = 1024
 """More data-parallel ranks than any server has."""
 
@@ -24,6 +26,7 @@ class WorkerConfig:
         batch_limit: B_g, the engine's --max-num-seqs; >= 1.
         kv_capacity_tokens: M_g; None to learn it from the engine's vllm:cache_config_info.
         models: names served; None to learn them from /v1/models.
+        role: whether it computes prompts only, decodes what others prefilled, or does both.
         api_key: sent to the worker as a bearer token, or None; never shown.
         data_parallel_size: ranks behind the URL; limits above are those of one rank.
         data_parallel_rank: which of them this worker is, counted from 0 at each URL; None when
@@ -35,6 +38,7 @@ class WorkerConfig:
     batch_limit: int
     kv_capacity_tokens: int | None = None
     models: frozenset[str] | None = None
+    role: Role = Role.BOTH
     api_key: str | None = field(default=None, repr=False)
     data_parallel_size: int = 1
     data_parallel_rank: int | None = None

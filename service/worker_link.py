@@ -5,10 +5,14 @@ One pool per worker, as a shared pool is scanned in full at every request.
 
 from __future__ import annotations
 
+from typing import Final
+
 import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
+BROKEN: Final = (httpx.HTTPError, httpx.StreamError, aiohttp.ClientError, OSError)
+"""What a transport may raise while a response is read."""
 AUTO_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")
 
 

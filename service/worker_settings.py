@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TypeAlias
 
+from service.control.events import Role
 from service.secrets import Secret
 from service.worker_config import RANKS_MAX, WorkerConfig
 
@@ -46,6 +47,7 @@ class WorkerTemplate:
         batch_limit: their --max-num-seqs.
         kv_capacity_tokens: their KV cache; learned from the engine when left out.
         models: what they serve; learned from /v1/models when left out.
+        role: prefill (they compute prompts only), decode (fetch what was prefilled), or both.
         api_key: bearer token for them.
         data_parallel_size: ranks behind each URL; the limits above are those of one rank.
     """
@@ -53,6 +55,7 @@ class WorkerTemplate:
     batch_limit: int | None = None
     kv_capacity_tokens: int | None = None
     models: tuple[str, ...] | None = None
+    role: Role | None = None
     api_key: Secret | None = None
     data_parallel_size: int | None = None
 
@@ -67,6 +70,7 @@ class WorkerSettings(WorkerTemplate):
         batch_limit: its --max-num-seqs.
         kv_capacity_tokens: its KV cache; learned from the engine when left out.
         models: what it serves; learned from /v1/models when left out.
+        role: prefill (computes prompts only), decode (fetches what was prefilled), or both.
         api_key: bearer token for it.
         data_parallel_size: ranks behind the URL; the limits above are those of one rank.
     """
@@ -101,6 +105,7 @@ def worker_config(entry: WorkerEntry, fleet: FleetConfig) -> WorkerConfig:
         batch_limit=fleet.max_num_seqs if one.batch_limit is None else one.batch_limit,
         kv_capacity_tokens=one.kv_capacity_tokens,
         models=None if one.models is None else frozenset(one.models),
+        role=one.role or Role.BOTH,
         api_key=None if key is None else key.get_secret_value(),
         data_parallel_size=fleet.data_parallel_size if ranks is None else ranks,
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from service.control.events import (
     Arrived,
     Left,
+    Prefill,
     Refuse,
     Returned,
     Start,
@@ -96,7 +97,7 @@ class PriorityReserve:
             match command:
                 case Start(request_id):
                     self._running.add(request_id)
-                case Refuse():
+                case Refuse() | Prefill():
                     pass
         return commands
 

@@ -2,6 +2,7 @@
 
 from service.control.config import (
     ControlConfig,
+    HandoffConfig,
     Kernel,
     PolicyName,
     PriceConfig,
@@ -16,11 +17,15 @@ from service.control.events import (
     FirstToken,
     Left,
     Outcome,
+    Prefill,
+    Prefilled,
+    PrefillFailed,
     Progressed,
     Refusal,
     Refuse,
     Request,
     Returned,
+    Role,
     Start,
     WorkerChanged,
     WorkerGone,
@@ -32,7 +37,7 @@ from service.control.events import (
 )
 from service.control.prices import PriceProblem, PriceSolution
 from service.control.router import Router
-from service.control.stats import RouterStats, WorkerStats
+from service.control.stats import PrefillStats, RouterStats, WorkerStats
 
 __all__ = [
     "Arrived",
@@ -40,10 +45,15 @@ __all__ = [
     "ControlConfig",
     "Event",
     "FirstToken",
+    "HandoffConfig",
     "Kernel",
     "Left",
     "Outcome",
     "PolicyName",
+    "Prefill",
+    "PrefillFailed",
+    "PrefillStats",
+    "Prefilled",
     "PriceConfig",
     "PriceProblem",
     "PriceSolution",
@@ -53,6 +63,7 @@ __all__ = [
     "Refuse",
     "Request",
     "Returned",
+    "Role",
     "Router",
     "RouterStats",
     "Start",

@@ -139,15 +139,54 @@ class RateConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffConfig:
+    """Prefill workers and what passes from them to decode workers; without them it says nothing.
+
+    Attributes:
+        prefill_tokens_max: a prefill worker gets no further prompt while so many tokens are sent to
+            it and not answered; one engine batch (vLLM: --max-num-batched-tokens) keeps it busy.
+        prefill_tokens_per_s: first guess of a prefill worker's speed, replaced by measurement.
+        lease_s: how long a prefill worker keeps KV memory that nobody fetches (vLLM's NIXL
+            connector: kv_lease_duration, 30 s); it is charged to the worker for as long.
+        transfer_s: how long KV memory stays charged to the prefill worker after its hand-over when
+            the request does not stream, as its first token cannot be seen.
+        lead_max_s: how far ahead of a prefill's end a decode slot may still be in use by a request
+            that is predicted to have ended by then; 0 sets the slot aside when the prefill starts.
+        hold_s: 0 queues requests before their prefill. Above 0 they are prefilled as soon as a
+            prefill worker has room and queue after it, as in the paper, each for so long at most;
+            then its prefill is done again, with a decode slot set aside. Must be below lease_s.
+    """
+
+    prefill_tokens_max: int = 8192
+    prefill_tokens_per_s: float = 10_000.0
+    lease_s: float = 30.0
+    transfer_s: float = 1.0
+    lead_max_s: float = 1.0
+    hold_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes and times that are none, and a hold that outlives the memory."""
+        _require(self, at_least_1=("prefill_tokens_max",))
+        _require(self, not_negative=("transfer_s", "lead_max_s", "hold_s"))
+        if not self.prefill_tokens_per_s > 0:
+            given = self.prefill_tokens_per_s
+            raise ValueError(f"prefill_tokens_per_s must be positive, got {given}")
+        if not self.hold_s < self.lease_s:
+            raise ValueError(f"hold_s must be below lease_s, got {self.hold_s} and {self.lease_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig:
     """Everything the router needs to know before the first event.
 
     Attributes:
         policy: the decision rule.
-        kernel: how KV use grows over a request's life.
+        kernel: how KV use grows over a request's life; where every worker that decodes is a decode
+            worker it is decode_only.
         weights: the operator's trade-off.
         prices: the price learner.
         rate: the watch over the arrival rate.
+        handoff: prefill workers, where there are any.
         horizon_iterations: H, look-ahead in decode iterations.
         bucket_iterations: q, iterations per bucket of the look-ahead.
         fixed_horizon: T is a wall, horizon_iterations after the first tick, as in the paper's
@@ -170,6 +209,7 @@ class ControlConfig:
     weights: Weights = field(default_factory=Weights)
     prices: PriceConfig = field(default_factory=PriceConfig)
     rate: RateConfig = field(default_factory=RateConfig)
+    handoff: HandoffConfig = field(default_factory=HandoffConfig)
     horizon_iterations: int = 4096
     bucket_iterations: int = 16
     fixed_horizon: bool = False
@@ -212,7 +252,7 @@ class ControlConfig:
 
 
 def _require(
-    config: PriceConfig | ControlConfig,
+    config: PriceConfig | HandoffConfig | ControlConfig,
     at_least_1: tuple[str, ...] = (),
     not_negative: tuple[str, ...] = (),
 ) -> None:

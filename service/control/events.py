@@ -32,6 +32,14 @@ class Refusal(StrEnum):
     DRAINING = "draining"
 
 
+class Role(StrEnum):
+    """What a worker does for a request: all of it, its prompt alone, or all but its prompt."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class WorkerState(StrEnum):
     """Whether new requests may be started on a worker."""
 
@@ -62,6 +70,7 @@ class Request:
             first decision or not at all.
         streams: whether tokens are seen one by one (else progress is extrapolated).
         pinned_worker: the only worker that can serve it (it holds the state), or "".
+        whole: one worker must do all of it; else a prefill worker may compute the prompt.
     """
 
     request_id: str
@@ -80,6 +89,7 @@ class Request:
     max_wait_s: float | None = None
     streams: bool = True
     pinned_worker: str = ""
+    whole: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values no request can have."""
@@ -104,6 +114,7 @@ class WorkerSpec:
         block_tokens: KV block size; the ledger rounds each request up by this.
         iteration_s: first guess of one decode iteration, replaced by measurement.
         models: names served; None when not yet known (then any model is tried).
+        role: prefill workers are given prompts only, decode workers what was prefilled elsewhere.
     """
 
     worker_id: str
@@ -112,6 +123,7 @@ class WorkerSpec:
     block_tokens: int = 16
     iteration_s: float = 0.02
     models: frozenset[str] | None = None
+    role: Role = Role.BOTH
 
     def __post_init__(self) -> None:
         """Refuse limits no worker can have."""
@@ -176,10 +188,33 @@ class Progressed:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
-    """A started request was not taken by its worker; it waits again and avoids that worker."""
+class Prefilled:
+    """A prefill worker has computed a request's prompt and tells how to fetch it."""
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    """A prefill came to nothing; `kept` says that the worker may hold its KV memory all the same.
+
+    What becomes of the request is said by another event: Returned, Left, or FirstToken when the
+    decode worker computes the prompt.
+    """
+
+    request_id: str
+    kept: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A started request was not taken; it waits again and avoids the worker that did not.
+
+    That is `worker_id`, or where it was started when that is empty.
+    """
+
+    request_id: str
+    worker_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +262,8 @@ Event: TypeAlias = (
     Arrived
     | FirstToken
     | Progressed
+    | Prefilled
+    | PrefillFailed
     | Returned
     | Left
     | WorkerJoined
@@ -238,7 +275,22 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Send this request to this worker now."""
+    """Send this request to this worker now.
+
+    Attributes:
+        prefill_id: the prefill worker that must compute its prompt first; "" for none.
+        handed: it was prefilled and held: the worker fetches what came of that.
+    """
+
+    request_id: str
+    worker_id: str
+    prefill_id: str = ""
+    handed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Send this request's prompt to this prefill worker now; a Start or a Refuse follows."""
 
     request_id: str
     worker_id: str
@@ -253,4 +305,4 @@ class Refuse:
     detail: str
 
 
-Command: TypeAlias = Start | Refuse
+Command: TypeAlias = Start | Prefill | Refuse

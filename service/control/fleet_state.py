@@ -13,7 +13,9 @@ from itertools import takewhile
 import numpy as np
 
 from service.control.columns import BoolArray, FloatArray
-from service.control.events import WorkerReport, WorkerSpec, WorkerState
+from service.control.config import HandoffConfig
+from service.control.events import Role, WorkerReport, WorkerSpec, WorkerState
+from service.control.prefill import PrefillPool, WorkerEvent
 
 LAG_S = 0.5
 """Engine gauges are set at the end of a step; own ends this recent may still be counted in them."""
@@ -94,17 +96,20 @@ class FleetState:
 
     Attributes:
         workers: the workers. index: their place by id. worker_ids: their ids in order.
+        prefill: the prefill workers, which have no index.
         version: grows whenever it changes which workers are up, which models they serve, or what
             an empty one can hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, handoff: HandoffConfig | None = None) -> None:
+        self.prefill = PrefillPool(handoff or HandoffConfig())
         self.workers: list[Worker] = []
         self.index: dict[str, int] = {}
         self.worker_ids: tuple[str, ...] = ()
         self.version = 0
         self._numbers: dict[str, FloatArray] = {}
         self._up: BoolArray = np.zeros(0, dtype=np.bool_)
+        self._decodes: BoolArray = np.zeros(0, dtype=np.bool_)
         self._model_rows: dict[str, BoolArray] = {}
         self._shapes: dict[str, Shapes] = {}
         self._rebuild()
@@ -245,6 +250,20 @@ class FleetState:
         """(g,) which workers may take new requests; read-only."""
         return self._up
 
+    def decodes(self) -> BoolArray:
+        """(g,) which workers are decode workers: their prompts are computed elsewhere; read-only.
+
+        The others do both.
+        """
+        return self._decodes
+
+    def followed_prefill(self, event: WorkerEvent, now_s: float) -> bool:
+        """Book an event if it is about a prefill worker; answers whether it is."""
+        known = self.prefill.version
+        ours = self.prefill.follow(event, now_s)
+        self.version += self.prefill.version != known
+        return ours
+
     def engine_queue_empty(self, now_s: float) -> BoolArray:
         """(g,) no recent report of requests waiting inside the engine."""
         stale = now_s - self._numbers["reported_at_s"] > WAITING_TRUST_S
@@ -267,6 +286,9 @@ class FleetState:
             values.flags.writeable = False
             self._numbers[name] = values
         self._up = self._states()
+        decodes = [worker.spec.role is Role.DECODE for worker in self.workers]
+        self._decodes = np.array(decodes, dtype=np.bool_)
+        self._decodes.flags.writeable = False
         self._model_rows.clear()
         self._shapes.clear()
         self.version += 1

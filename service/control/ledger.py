@@ -7,6 +7,7 @@ conditional expected remaining length, one that ends early frees its slots at on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from service.control.columns import (
     BoolArray,
     Columns,
     FloatArray,
-    Horizon,
     IntArray,
     Usage,
     held_usage,
@@ -25,7 +25,7 @@ from service.control.columns import (
     service_steps,
     sum_per_slot,
 )
-from service.control.config import Kernel
+from service.control.events import Request
 from service.control.fleet_state import FleetState, OwnLoad
 from service.control.lengths import LengthPredictor
 from service.control.occupancy import Frame, Occupancy
@@ -38,8 +38,7 @@ NO_LIMIT = 2**31
 class Ledger:
     """Started requests as arrays; occupancy of every worker's look-ahead."""
 
-    def __init__(self, kernel: Kernel, predictor: LengthPredictor) -> None:
-        self._kernel = kernel
+    def __init__(self, predictor: LengthPredictor) -> None:
         self._predictor = predictor
         self._entries: dict[str, Entry] = {}
         self._table = Table(
@@ -53,6 +52,7 @@ class Ledger:
             sequences=np.float64,
             started_s=np.float64,
             streams=np.bool_,
+            ready_s=np.float64,
         )
         self._sequences: FloatArray = np.zeros(0)
         self._kv_tokens: FloatArray = np.zeros(0)
@@ -66,8 +66,15 @@ class Ledger:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._table
 
-    def start(self, entry: Entry, worker: int, now_s: float) -> None:
-        """Book a start on worker index `worker`."""
+    def start(self, entry: Entry, worker: int, now_s: float, ready_s: float = 0.0) -> None:
+        """Book a start on worker index `worker`.
+
+        Args:
+            entry: of the request.
+            worker: index g.
+            now_s: the time.
+            ready_s: when its prompt should be computed by a prefill worker; 0 where it decodes now.
+        """
         request, forecast = entry.request, entry.forecast
         self._entries[request.request_id] = entry
         self._table.add(
@@ -82,12 +89,29 @@ class Ledger:
             sequences=entry.sequences,
             started_s=now_s,
             streams=request.streams,
+            ready_s=ready_s,
         )
         self._make_room(worker + 1)
         self._sequences[worker] += entry.sequences
         self._kv_tokens[worker] += entry.sequences * request.prompt_tokens
-        self._blind[worker] += not request.streams
+        self._blind[worker] += not request.streams or ready_s > 0
         self._occupancy.touch(worker)
+
+    def prefilled(self, request_id: str, now_s: float) -> None:
+        """A started request's prompt is computed, or will be where it decodes; others: nothing."""
+        if request_id not in self:
+            return
+        table, row = self._table, self._table.row(request_id)
+        worker = int(table["worker"][row])
+        if worker >= 0:
+            self._blind[worker] -= bool(table["streams"][row]) and table["ready_s"][row] > 0
+            self._occupancy.touch(worker)
+        table["ready_s"][row] = 0.0
+        table["started_s"][row] = now_s
+
+    def request(self, request_id: str) -> Request:
+        """A started request; KeyError when it is not here."""
+        return self._entries[request_id].request
 
     def progress(self, decode_tokens: dict[str, int]) -> None:
         """Note tokens produced so far; totals never fall.
@@ -113,7 +137,7 @@ class Ledger:
         if worker >= 0:
             self._sequences[worker] -= sequences
             self._kv_tokens[worker] -= sequences * (held["prompt_tokens"] + held["produced"])
-            self._blind[worker] -= not held["streams"]
+            self._blind[worker] -= not held["streams"] or held["ready_s"] > 0
             self._occupancy.touch(worker)
         return self._entries.pop(request_id), worker, int(held["produced"])
 
@@ -162,27 +186,21 @@ class Ledger:
         return float((table["sequences"][here] * tokens).sum())
 
     def occupancy(
-        self,
-        fleet: FleetState,
-        now_s: float,
-        horizon: Horizon,
-        offset: float = 0.0,
-        workers: IntArray | None = None,
+        self, fleet: FleetState, now_s: float, frame: Frame, workers: IntArray | None = None
     ) -> Usage:
         """(w, N) batch slots and KV tokens held from now on, load of others included.
 
         Args:
-            fleet: for block sizes, iteration times and foreign load.
+            fleet: for iteration times and foreign load.
             now_s: the tick's time.
-            horizon: the look-ahead, N buckets.
-            offset: iterations from the look-ahead's left edge to now, below one bucket.
+            frame: the look-ahead, and from when on it is looked at.
             workers: (w,) whose rows are wanted; None for all of them.
         """
         wanted = np.arange(len(fleet)) if workers is None else workers
         known = self._occupancy
-        frame = Frame(horizon=horizon, offset=offset, block_tokens=fleet.array("block_tokens"))
         known.enter(frame)
-        # Requests that do not stream move with the clock, late ones with what was learned.
+        # Requests that are not seen token by token move with the clock, late ones with what was
+        # learned.
         known.touch_all(self._blind.nonzero()[0])
         if self._learned != self._predictor.version:
             self._learned = self._predictor.version
@@ -190,7 +208,7 @@ class Ledger:
         due = known.stale(wanted)
         if due.size:
             columns, late = self._columns(fleet, now_s, frame, due)
-            known.put(due, held_usage(columns, horizon, due.size), late)
+            known.put(due, held_usage(columns, frame.horizon, due.size), late)
         return known.plus(wanted, fleet.array("foreign_active"), fleet.array("foreign_kv"))
 
     def _columns(
@@ -219,23 +237,51 @@ class Ledger:
         total = np.maximum(np.minimum(total, held["limit"]), produced + 1.0)
         # A prefill counts as done when it has begun: whether it still runs cannot be known, and
         # taking it for done never understates the KV it holds.
-        done = service_steps(self._kernel, produced)
+        done = service_steps(frame.kernel, produced)
         columns = Columns(
             worker=at,
             start=frame.offset - done,
-            steps=service_steps(self._kernel, total),
-            footprint=kv_footprint(self._kernel, held["prompt_tokens"]),
+            steps=service_steps(frame.kernel, total),
+            footprint=kv_footprint(frame.kernel, held["prompt_tokens"]),
             sequences=held["sequences"],
         )
+        if self._ready_later(held) or frame.lead.any():
+            columns = self._seen_later(columns, held, fleet, now_s, frame)
         whole = in_whole_blocks(columns, frame.block_tokens[workers][at], frame.horizon)
+        gone = whole.start + whole.steps <= 0
+        whole = whole.take(~gone) if gone.any() else whole
         return whole, np.bincount(at[late], minlength=workers.size) > 0
+
+    @staticmethod
+    def _ready_later(held: dict[str, NDArray[Any]]) -> bool:
+        return bool(held["ready_s"].any())
+
+    @staticmethod
+    def _seen_later(
+        columns: Columns,
+        held: dict[str, NDArray[Any]],
+        fleet: FleetState,
+        now_s: float,
+        frame: Frame,
+    ) -> Columns:
+        """Columns on the look-ahead of what starts now, which begins when its prefill ends.
+
+        Those that are being prefilled begin later than those that decode; where that is later than
+        the look-ahead's left edge they count from there on.
+        """
+        worker = held["worker"]
+        wait_s = np.where(held["ready_s"] > 0, held["ready_s"] - now_s, 0.0)
+        wait = np.maximum(wait_s, 0.0) / fleet.array("iteration_s")[worker]
+        start = columns.start - frame.lead[worker] + wait
+        early = np.maximum(start - frame.offset, 0.0)
+        return replace(columns, start=start - early, steps=columns.steps + early)
 
     def _produced(
         self, held: dict[str, NDArray[Any]], fleet: FleetState, now_s: float
     ) -> FloatArray:
         """Tokens so far; a request that does not stream is taken to decode at the worker's pace."""
         produced: FloatArray = held["produced"].copy()
-        blind = np.logical_not(held["streams"]).nonzero()[0]
+        blind = (~held["streams"] & (held["ready_s"] == 0)).nonzero()[0]
         if blind.size:
             pace_s = fleet.array("iteration_s")[held["worker"][blind]]
             guess = np.floor((now_s - held["started_s"][blind]) / pace_s)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.control.columns import BoolArray, FloatArray, Horizon, IntArray, Usage
+from service.control.config import Kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,18 +21,24 @@ class Frame:
     Attributes:
         horizon: N buckets of q iterations. offset: iterations from the left edge to now.
         block_tokens: (g,) KV block sizes, an array that is never changed in place.
+        lead: (g,) iterations from now to when what starts now begins to decode; whole buckets.
+        kernel: of every column.
     """
 
     horizon: Horizon
     offset: float
     block_tokens: FloatArray
+    lead: FloatArray
+    kernel: Kernel
 
     def same_as(self, other: Frame) -> bool:
         """Whether rows made under one frame hold under the other."""
         return (
             self.horizon == other.horizon
             and self.offset == other.offset
+            and self.kernel is other.kernel
             and np.array_equal(self.block_tokens, other.block_tokens)
+            and np.array_equal(self.lead, other.lead)
         )
 
 

@@ -11,7 +11,7 @@ from typing import assert_never
 import numpy as np
 
 from service.control.baselines import CentralFcfs
-from service.control.columns import FloatArray, Horizon, IntArray, Usage
+from service.control.columns import FloatArray
 from service.control.config import ControlConfig, PolicyName
 from service.control.events import (
     Arrived,
@@ -20,6 +20,8 @@ from service.control.events import (
     FirstToken,
     Left,
     Outcome,
+    Prefilled,
+    PrefillFailed,
     Progressed,
     Refusal,
     Refuse,
@@ -33,15 +35,17 @@ from service.control.events import (
     WorkerState,
 )
 from service.control.fleet_state import FleetState
+from service.control.handoff import Handoff
 from service.control.ledger import Ledger
 from service.control.lengths import LengthPredictor
 from service.control.policies import make_policy
 from service.control.prices import PriceProblem, PriceSolution
 from service.control.rate import RateMonitor
+from service.control.sight import Sight, checked
 from service.control.stats import Counters, RouterStats
-from service.control.view import FleetView, Pair, View
-from service.control.waiting import Entry, WaitingRoom, fit_to_fleet
-from service.control.worker_stats import worker_stats
+from service.control.view import Pair
+from service.control.waiting import Entry, Route, WaitingRoom, fit_to_fleet
+from service.control.worker_stats import has_free_slot, worker_stats
 
 TICK_MIN_S = 0.001
 IDLE_REFRESH_S = 1.0
@@ -58,11 +62,17 @@ class Router:
         self._policy = make_policy(config)
         self._fallback = CentralFcfs()
         self._predictor = LengthPredictor(config.decode_tokens_default)
-        self._fleet = FleetState()
+        self._fleet = FleetState(config.handoff)
         self._waiting = WaitingRoom()
-        self._ledger = Ledger(config.kernel, self._predictor)
-        buckets = max(1, config.horizon_iterations // config.bucket_iterations)
-        self._horizon = Horizon(buckets, config.bucket_iterations)
+        self._handoff = Handoff(config.handoff, self._fleet, self._waiting)
+        self._ledger = Ledger(self._predictor)
+        self._sight = Sight(
+            config=config,
+            fleet=self._fleet,
+            waiting=self._waiting,
+            ledger=self._ledger,
+            handoff=self._handoff,
+        )
         self._rate = RateMonitor(config.rate)
         self._nobody_up_since_s = -np.inf
         self._counters = Counters()
@@ -81,10 +91,16 @@ class Router:
                 return self._arrive(request)
             case FirstToken(request_id):
                 self._ledger.progress({request_id: 1})
+                self._fleet.prefill.fetched(request_id)
             case Progressed(decode_tokens):
                 self._ledger.progress(decode_tokens)
-            case Returned(request_id):
-                return self._return(request_id, now_s)
+            case Prefilled(request_id):
+                self._prefilled(request_id, now_s)
+            case PrefillFailed(request_id, kept):
+                self._fleet.prefill.leave(request_id, now_s, kept=kept)
+                self._ledger.prefilled(request_id, now_s)
+            case Returned(request_id, worker_id):
+                return self._return(request_id, worker_id, now_s)
             case Left(request_id, outcome, decode_tokens):
                 self._leave(request_id, outcome, decode_tokens, now_s)
             case WorkerJoined() | WorkerChanged() | WorkerReported() | WorkerGone():
@@ -104,10 +120,13 @@ class Router:
             self._policy.follow_rise(shift)
         commands = self._refuse_expired(now_s, patient=True)
         commands += self._refuse_unreachable(now_s)
+        commands += self._handoff.begin_tick(now_s)
         # Prices that move inside the decision move in every period, whoever waits.
         if (len(self._waiting) or self._config.prices.inline) and self._fleet.up().any():
             commands += self._start(self._decide(now_s), now_s)
-        return commands + self._refuse_expired(now_s, patient=False)
+        commands += self._refuse_expired(now_s, patient=False)
+        self._handoff.forget(commands, now_s)
+        return commands
 
     def next_tick_s(self, now_s: float) -> float | None:
         """When the next timer tick is wanted; None while only an event can change anything."""
@@ -118,7 +137,7 @@ class Router:
         if not up.any():
             since_s = max(self._nobody_up_since_s, self._waiting.oldest_arrival_s())
             due_s = min(due_s, since_s + self._config.no_worker_hold_s)
-        elif self._has_free_slot().any():
+        elif (has_free_slot(self._fleet, self._ledger) | (up & self._fleet.decodes())).any():
             due_s = min(due_s, now_s + float(self._fleet.array("iteration_s")[up].min()))
         return max(due_s, now_s + TICK_MIN_S)
 
@@ -133,7 +152,7 @@ class Router:
         if self._config.policy is not PolicyName.ONLINE_LP or not len(self._fleet):
             return None
         self._asked_s = now_s
-        return self._policy.price_problem(self._view(now_s))
+        return self._policy.price_problem(self._sight.view(now_s, self._rate.per_s(now_s)))
 
     def adopt(self, solution: PriceSolution, now_s: float) -> None:
         """Take new prices; ones that are not finite or for another fleet are dropped, counted."""
@@ -158,7 +177,7 @@ class Router:
         return RouterStats(
             entered=counters.entered,
             waiting=len(self._waiting),
-            running=len(self._ledger),
+            running=len(self._ledger) + len(self._handoff),
             oldest_wait_s=max(0.0, now_s - oldest_s) if np.isfinite(oldest_s) else 0.0,
             ended=dict(counters.ended),
             refused=dict(counters.refused),
@@ -173,12 +192,16 @@ class Router:
             arrivals_per_s=self._rate.per_s(now_s),
             rate_rises=self._rate.rises,
             rate_falls=self._rate.falls,
+            prefills=self._handoff.prefills,
+            holds_passed=self._handoff.holds_passed,
+            whole_on_decode=self._handoff.whole_on_decode,
             workers=worker_stats(
                 self._fleet,
                 self._ledger,
-                self._policy,
-                self._has_free_slot() & self._fleet.engine_queue_empty(now_s),
+                self._policy.natural_prices(self._fleet.worker_ids),
+                now_s,
             ),
+            prefillers=self._fleet.prefill.stats(),
         )
 
     @property
@@ -196,7 +219,8 @@ class Router:
         return float(self._natural[0][g]), float(self._natural[1][g])
 
     def _arrive(self, request: Request) -> list[Command]:
-        if request.request_id in self._waiting or request.request_id in self._ledger:
+        request_id = request.request_id
+        if any(request_id in held for held in (self._waiting, self._ledger, self._handoff)):
             raise KeyError(f"request {request.request_id!r} is held already")
         self._counters.entered += 1
         self._rate.arrive(request.arrival_s)
@@ -209,6 +233,7 @@ class Router:
             self._counters.entered,
             request.arrival_s + wait_s,
             request.arrival_s,
+            route=self._handoff.route(request),
         )
         fit_to_fleet(entry, self._fleet)
         self._waiting.add(entry)
@@ -234,11 +259,31 @@ class Router:
             f"that serves it (at most {room:.0f} tokens)"
         )
 
-    def _return(self, request_id: str, now_s: float) -> list[Command]:
-        entry, worker, _ = self._ledger.end(request_id)
+    def _prefilled(self, request_id: str, now_s: float) -> None:
+        """The first leg is over: the second follows, or the request waits for a decode slot."""
+        self._fleet.prefill.prefilled(request_id, now_s)
+        entry = self._handoff.prefilled(request_id)
+        if entry is None:
+            self._ledger.prefilled(request_id, now_s)
+            self._fleet.prefill.hand_over(self._ledger.request(request_id), now_s)
+            return
+        entry.entered_s = entry.prefilled_s = now_s
+        fit_to_fleet(entry, self._fleet)
+        self._waiting.add(entry)
+
+    def _return(self, request_id: str, worker_id: str, now_s: float) -> list[Command]:
+        entry, worker = self._handoff.take(request_id), -1
+        if entry is None:
+            entry, worker, _ = self._ledger.end(request_id)
         if worker >= 0:
-            entry.avoid.add(self._fleet.workers[worker].spec.worker_id)
+            worker_id = worker_id or self._fleet.workers[worker].spec.worker_id
             self._fleet.own_end(worker, entry.sequences, now_s)
+        if worker_id:
+            entry.avoid.add(worker_id)
+        # What was prefilled for it is of no use to a third worker: it is prefilled again.
+        self._fleet.prefill.leave(request_id, now_s)
+        if entry.route is Route.HANDED:
+            entry.route = Route.SPLIT
         self._counters.returns += 1
         entry.entered_s = now_s
         fit_to_fleet(entry, self._fleet)
@@ -251,9 +296,12 @@ class Router:
     def _leave(
         self, request_id: str, outcome: Outcome, decode_tokens: int | None, now_s: float
     ) -> None:
+        if outcome is Outcome.COMPLETED:
+            self._fleet.prefill.fetched(request_id)
+        self._fleet.prefill.leave(request_id, now_s)
         if request_id in self._waiting:
             self._waiting.remove(request_id)
-        else:
+        elif self._handoff.take(request_id) is None:
             entry, worker, seen = self._ledger.end(request_id)
             if worker >= 0:
                 self._fleet.own_end(worker, entry.sequences, now_s)
@@ -266,13 +314,15 @@ class Router:
         self, event: WorkerJoined | WorkerChanged | WorkerReported | WorkerGone, now_s: float
     ) -> None:
         was_up, version = self._fleet.up().any(), self._fleet.version
+        if isinstance(event, WorkerChanged) and event.state is WorkerState.UP:
+            self._waiting.forgive(event.worker_id)
+        if self._fleet.followed_prefill(event, now_s):
+            return
         match event:
             case WorkerJoined(spec, state):
                 self._fleet.join(spec, state)
             case WorkerChanged(worker_id, state):
                 self._fleet.change(worker_id, state, now_s)
-                if state is WorkerState.UP:
-                    self._waiting.forgive(worker_id)
             case WorkerReported(worker_id, report, reported_at_s):
                 own = self._ledger.own_load(self._fleet.index[worker_id])
                 self._fleet.report(worker_id, report, own, reported_at_s)
@@ -312,7 +362,8 @@ class Router:
         commands: list[Command] = []
         for request_id in self._waiting.cut_off(self._fleet):
             entry = self._waiting.entries[request_id]
-            lost_s = max(self._nobody_up_since_s, self._fleet.left_up_s(entry.request.model))
+            left_s = (self._fleet.left_up_s(entry.request.model), self._fleet.prefill.left_up_s())
+            lost_s = max(self._nobody_up_since_s, *left_s)
             if now_s - max(entry.entered_s, lost_s) < hold_s:
                 continue
             detail = f"no worker that serves the request came up within {hold_s:g} s"
@@ -321,68 +372,25 @@ class Router:
         return commands
 
     def _decide(self, now_s: float) -> list[Pair]:
-        view = self._view(now_s)
+        view = self._sight.view(now_s, self._rate.per_s(now_s))
         if self._config.prices.inline:
             self._natural = None
         try:
-            return _checked(self._policy.decide(view), view)
+            return checked(self._policy.decide(view), view)
         except Exception as fault:  # the one place: a broken policy must not stop the service
             self._counters.fallback_ticks += 1
             self._counters.last_fault = repr(fault)
-            return _checked(self._fallback.decide(view), view)
+            return checked(self._fallback.decide(view), view)
 
     def _start(self, pairs: list[Pair], now_s: float) -> list[Command]:
         ids = [(self._waiting.ids[row], worker) for row, worker in pairs]
         commands: list[Command] = []
         for request_id, worker in ids:
-            self._ledger.start(self._waiting.remove(request_id), worker, now_s)
+            first = self._handoff.assign(self._waiting.entries[request_id], worker, now_s)
+            if first is None:
+                continue
+            self._ledger.start(self._waiting.remove(request_id), worker, now_s, first.ready_s)
             self._counters.starts += 1
-            commands.append(Start(request_id, self._fleet.workers[worker].spec.worker_id))
+            worker_id = self._fleet.workers[worker].spec.worker_id
+            commands.append(Start(request_id, worker_id, first.prefill_id, first.handed))
         return commands
-
-    def _view(self, now_s: float) -> View:
-        fleet = self._fleet
-        own = self._ledger.sequences_per_worker(len(fleet))
-
-        def occupancy(horizon: Horizon, offset: float, workers: IntArray | None) -> Usage:
-            return self._ledger.occupancy(fleet, now_s, horizon, offset, workers)
-
-        def kv_ceiling_tokens(worker: int, spare_tokens: float) -> float:
-            own_tokens = self._ledger.kv_ceiling_tokens(worker, spare_tokens)
-            return own_tokens + fleet.workers[worker].foreign_kv
-
-        return View(
-            now_s=now_s,
-            kernel=self._config.kernel,
-            horizon=self._horizon,
-            waiting=self._waiting.arrays(fleet),
-            fleet=FleetView(
-                worker_ids=fleet.worker_ids,
-                batch_limit=fleet.array("batch_limit"),
-                kv_capacity_tokens=fleet.array("kv_capacity_tokens"),
-                block_tokens=fleet.array("block_tokens"),
-                iteration_s=fleet.array("iteration_s"),
-                outstanding=own + fleet.array("foreign_active"),
-                engine_queue_empty=fleet.engine_queue_empty(now_s),
-            ),
-            occupancy=occupancy,
-            kv_ceiling_tokens=kv_ceiling_tokens,
-            arrivals_per_s=self._rate.per_s(now_s),
-        )
-
-    def _has_free_slot(self) -> np.ndarray:
-        fleet = self._fleet
-        own = self._ledger.sequences_per_worker(len(fleet))
-        free = fleet.array("batch_limit") - own - fleet.array("foreign_active")
-        return np.asarray(fleet.up() & (free >= 1))
-
-
-def _checked(pairs: list[Pair], view: View) -> list[Pair]:
-    """Starts that can all be booked, or none: half-booked starts would lose requests."""
-    rows = [row for row, _ in pairs]
-    if len(set(rows)) != len(rows):
-        raise ValueError("a policy started one request twice")
-    for row, worker in pairs:
-        if not (0 <= row < len(view.waiting) and 0 <= worker < len(view.fleet)):
-            raise ValueError(f"a policy started request {row} on worker {worker}: no such pair")
-    return pairs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from service.control.events import Outcome, Refusal, WorkerState
+from service.control.events import Outcome, Refusal, Role, WorkerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,6 +12,7 @@ class WorkerStats:
     """One worker as the ledger sees it now.
 
     Attributes:
+        role: decode, or both.
         active: sequences of our own started requests. foreign: those of others, as reported.
         kv_tokens: held by our own. kv_capacity_tokens: None while unknown.
         startable: up, a batch slot free, and no request known to wait inside the engine.
@@ -29,6 +30,29 @@ class WorkerStats:
     startable: bool
     price_batch: float
     price_kv: float
+    role: Role = Role.BOTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillStats:
+    """One prefill worker as its account stands now.
+
+    Attributes:
+        legs: prompts sent and not answered. leg_tokens: theirs.
+        kv_tokens: memory charged to it, in whole blocks. orphaned_kv_tokens: of these, what nobody
+            will fetch and its engine keeps until the lease ends. kv_capacity_tokens: None while
+            unknown.
+        tokens_per_s: speed as learned.
+    """
+
+    worker_id: str
+    state: WorkerState
+    legs: int
+    leg_tokens: int
+    kv_tokens: int
+    orphaned_kv_tokens: int
+    kv_capacity_tokens: int | None
+    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +64,9 @@ class RouterStats:
             because the policy failed; last_fault says how.
         prices_dropped: solutions that were not finite or came for another fleet.
         rate_rises, rate_falls: changes of the arrival rate that were noticed.
+        prefills: prompts sent to a prefill worker. holds_passed: of those held between the legs,
+            how many waited longer than hold_s. whole_on_decode: requests that cannot be split and
+            went to a decode worker, which computes their prompt.
     """
 
     entered: int
@@ -57,9 +84,13 @@ class RouterStats:
     prices_dropped: int
     price_age_s: float
     arrivals_per_s: float
+    prefills: int
+    holds_passed: int
+    whole_on_decode: int
     rate_rises: int = 0
     rate_falls: int = 0
     workers: tuple[WorkerStats, ...] = field(default=())
+    prefillers: tuple[PrefillStats, ...] = field(default=())
 
 
 @dataclass(slots=True)
@@ -74,5 +105,8 @@ class Counters:
     last_fault: str = ""
     price_refreshes: int = 0
     prices_dropped: int = 0
+    prefills: int = 0
+    holds_passed: int = 0
+    whole_on_decode: int = 0
     ended: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
     refused: dict[Refusal, int] = field(default_factory=lambda: dict.fromkeys(Refusal, 0))

@@ -71,6 +71,8 @@ class FleetView:
         iteration_s: measured decode iteration.
         outstanding: sequences started on the worker and not ended, foreign ones included.
         engine_queue_empty: no request is known to wait inside the engine.
+        lead: iterations from now to when what starts now begins to decode; above 0 where a prefill
+            worker computes its prompt first.
     """
 
     worker_ids: tuple[str, ...]
@@ -80,6 +82,7 @@ class FleetView:
     iteration_s: FloatArray
     outstanding: FloatArray
     engine_queue_empty: BoolArray
+    lead: FloatArray
 
     def __len__(self) -> int:
         return len(self.worker_ids)
@@ -93,7 +96,8 @@ class View:
         now_s: the tick's time. kernel, horizon: of the columns.
         waiting, fleet: the arrays.
         occupancy: gives what started requests hold on a look-ahead whose left edge lies some
-            iterations before now: (w, N) for some workers, (g, N) for None; computed on demand.
+            iterations before now (with a lead: before now plus that): (w, N) for some workers,
+            (g, N) for None; computed on demand.
         kv_ceiling_tokens: most KV that a worker's started requests will ever hold, others' load
             included, given what rounding may add to a sequence; infinity when that cannot be told
             cheaply.
@@ -137,10 +141,12 @@ class View:
     def open_workers(self) -> IntArray:
         """(w,) startable workers: a free batch slot, an empty engine queue, wanted by someone.
 
-        Nothing can start anywhere else, so a decision need not look there.
+        Nothing can start anywhere else, so a decision need not look there. Where there is a lead a
+        slot may become free within it: the look-ahead tells.
         """
         fleet = self.fleet
-        free = self.waiting.reach.any(axis=0) & (fleet.batch_limit - fleet.outstanding >= 1)
+        slot = (fleet.batch_limit - fleet.outstanding >= 1) | (fleet.lead > 0)
+        free = self.waiting.reach.any(axis=0) & slot
         free &= fleet.engine_queue_empty
         return np.asarray(free.nonzero()[0])
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,20 @@ from service.control.view import Waiting
 
 FIRST_KINDS = 8
 
-Kind: TypeAlias = tuple[str | None, frozenset[str], str]
-"""A model, the workers to avoid, and the worker it is pinned to or ""."""
+
+class Route(Enum):
+    """What a request wants of decode workers; a worker that does both takes any but HANDED.
+
+    WHOLE: not to be split: nothing, while a worker that does both serves it.
+    SPLIT: to be prefilled elsewhere first, with a slot there set aside.
+    AHEAD: the same, but it is to be prefilled before it asks for a slot.
+    HANDED: to fetch what was prefilled already.
+    """
+
+    WHOLE = auto()
+    SPLIT = auto()
+    AHEAD = auto()
+    HANDED = auto()
 
 
 @dataclass(slots=True)
@@ -32,6 +45,7 @@ class Entry:
         kv_max: KV tokens a sequence that such a worker has.
         too_large: no worker that serves it can ever hold its prompt.
         avoid: workers that did not take it.
+        route: what it wants of decode workers. prefilled_s: since when it is HANDED.
     """
 
     request: Request
@@ -44,6 +58,8 @@ class Entry:
     kv_max: float = np.inf
     too_large: bool = False
     avoid: set[str] = field(default_factory=set)
+    route: Route = Route.SPLIT
+    prefilled_s: float = 0.0
 
 
 def fit_to_fleet(entry: Entry, fleet: FleetState) -> None:
@@ -74,12 +90,25 @@ def _column_size(entry: Entry, limits: Limits) -> tuple[int, int, float]:
     return int(sequences), int(decode), room
 
 
+class Kind(NamedTuple):
+    """What decides where a waiting request may go.
+
+    Attributes:
+        model: or None, which is served nowhere. avoid: workers that did not take it.
+        route: what it wants of decode workers. pinned: the only worker it may go to, or "".
+    """
+
+    model: str | None
+    avoid: frozenset[str]
+    route: Route
+    pinned: str
+
+
 class Kinds:
     """Which workers a waiting request may go to, kept once per kind instead of once per request.
 
-    A kind is a model, a set of workers to avoid and the one worker it is pinned to, if any; the
-    model None is served nowhere. Requests of one kind share a row of `reach`; rows are made when
-    first asked for, and again after the fleet changed.
+    Requests of one kind share a row of `reach`; rows are made when first asked for, and again after
+    the fleet changed.
     """
 
     def __init__(self) -> None:
@@ -91,9 +120,8 @@ class Kinds:
         self._reach: BoolArray = np.zeros((0, 0), dtype=np.bool_)
         self._version = -1
 
-    def enter(self, model: str | None, avoid: set[str], pinned: str) -> int:
+    def enter(self, kind: Kind) -> int:
         """Count one request in; returns the number of its kind."""
-        kind = (model, frozenset(avoid), pinned)
         number = self._numbers.get(kind)
         if number is None:
             number = self._free.pop() if self._free else len(self._kinds)
@@ -131,17 +159,35 @@ class Kinds:
         self._due.clear()
         return self._reach[: len(self._kinds)]
 
+    def open_reach(self, fleet: FleetState, *, prefill_open: bool) -> BoolArray:
+        """(kinds, g) the same without workers that must wait for a prefill worker to have room."""
+        reach, decodes = self.reach(fleet), fleet.decodes()
+        if not decodes.any():
+            return reach
+        shut = {Route.AHEAD} if prefill_open else {Route.AHEAD, Route.SPLIT}
+        rows = [kind is not None and kind.route in shut for kind in self._kinds]
+        return np.asarray(reach & ~(np.array(rows, dtype=np.bool_)[:, None] & decodes))
+
     @staticmethod
     def _row(kind: Kind | None, fleet: FleetState) -> BoolArray:
-        model, avoid, pinned = kind or (None, frozenset(), "")
-        if model is None:
+        if kind is None or kind.model is None:
             return np.zeros(len(fleet), dtype=np.bool_)
-        row = fleet.up() & fleet.serves(model)
-        if pinned:
-            row = row & np.array([one == pinned for one in fleet.worker_ids], dtype=np.bool_)
-        for worker_id in avoid & fleet.index.keys():
+        row = fleet.up() & fleet.serves(kind.model)
+        if kind.pinned:
+            row = row & np.array([one == kind.pinned for one in fleet.worker_ids], dtype=np.bool_)
+        for worker_id in kind.avoid & fleet.index.keys():
             row[fleet.index[worker_id]] = False
-        return row
+        decodes = fleet.decodes()
+        if not decodes.any():
+            return row
+        both = row & ~decodes
+        match kind.route:
+            case Route.HANDED:
+                return np.asarray(row & decodes)
+            case Route.WHOLE:
+                return both if both.any() else row
+            case Route.SPLIT | Route.AHEAD:
+                return row if fleet.prefill.serves(kind.model, kind.avoid) else both
 
 
 class WaitingRoom:
@@ -235,7 +281,13 @@ class WaitingRoom:
     def _enter_kind(self, entry: Entry) -> int:
         request = entry.request
         model = None if entry.too_large else request.model
-        return self._kinds.enter(model, entry.avoid, request.pinned_worker)
+        kind = Kind(model, frozenset(entry.avoid), entry.route, request.pinned_worker)
+        return self._kinds.enter(kind)
+
+    def change_route(self, request_id: str, route: Route) -> None:
+        """Let a waiting request want something else of decode workers."""
+        self.entries[request_id].route = route
+        self._change_kind(request_id)
 
     def _change_kind(self, request_id: str) -> None:
         row = self._table.row(request_id)
@@ -262,7 +314,12 @@ class WaitingRoom:
         found = {self.ids[row] for row in np.flatnonzero(alone[self._table["kind"]])}
         return [request_id for request_id in self.entries if request_id in found] if found else []
 
-    def arrays(self, fleet: FleetState) -> Waiting:
+    def shortest_prompt(self) -> int:
+        """Tokens of the shortest waiting prompt; 0 when nobody waits."""
+        prompts = self._table["prompt_tokens"]
+        return int(prompts.min()) if prompts.size else 0
+
+    def arrays(self, fleet: FleetState, *, prefill_open: bool) -> Waiting:
         """What a policy sees of the waiting requests."""
         table = self._table
         return Waiting(
@@ -276,5 +333,5 @@ class WaitingRoom:
             ttft_bound_s=table["ttft_bound_s"].copy(),
             e2e_bound_s=table["e2e_bound_s"].copy(),
             kind=table["kind"].copy(),
-            reach=self._kinds.reach(fleet),
+            reach=self._kinds.open_reach(fleet, prefill_open=prefill_open),
         )

@@ -1,36 +1,38 @@
-"""3 controller, what can be looked at from outside: each worker as the ledger sees it now."""
+"""3 controller, every worker as the ledger sees it now: numbers for metrics and tests."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from service.control.columns import BoolArray
-from service.control.fleet_state import FleetState
-from service.control.ledger import Ledger
 from service.control.stats import WorkerStats
-from service.control.view import Policy
+
+if TYPE_CHECKING:
+    from service.control.columns import BoolArray, FloatArray
+    from service.control.fleet_state import FleetState
+    from service.control.ledger import Ledger
+
+
+def has_free_slot(fleet: FleetState, ledger: Ledger) -> BoolArray:
+    """(g,) up, with a free batch slot."""
+    own = ledger.sequences_per_worker(len(fleet))
+    free = fleet.array("batch_limit") - own - fleet.array("foreign_active")
+    return np.asarray(fleet.up() & (free >= 1))
 
 
 def worker_stats(
-    fleet: FleetState, ledger: Ledger, policy: Policy, startable: BoolArray
+    fleet: FleetState, ledger: Ledger, prices: tuple[FloatArray, FloatArray], now_s: float
 ) -> tuple[WorkerStats, ...]:
-    """One record a worker, in index order.
-
-    Args:
-        fleet: limits and states.
-        ledger: what we hold.
-        policy: for the prices.
-        startable: (g,) whether a request could start there now.
-    """
-    if not len(fleet):
-        return ()
-    ids = fleet.worker_ids
+    """Every worker but the prefill ones, with (g,) prices of a batch slot and of a KV token."""
     active = ledger.sequences_per_worker(len(fleet))
     kv_tokens = ledger.kv_tokens_per_worker(len(fleet))
-    price_batch, price_kv = policy.natural_prices(ids)
+    startable = has_free_slot(fleet, ledger) & fleet.engine_queue_empty(now_s)
+    price_batch, price_kv = prices
     return tuple(
         WorkerStats(
-            worker_id=ids[g],
+            worker_id=worker.spec.worker_id,
+            role=worker.spec.role,
             state=worker.state,
             batch_limit=worker.batch_limit,
             active=int(active[g]),

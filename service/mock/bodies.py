@@ -65,6 +65,7 @@ class GenerationBody(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     request_id: str | None = None
+    kv_transfer_params: dict[str, object] | None = None
     mock_decode_tokens: Annotated[int, Field(ge=1)] | None = None
 
 

@@ -30,6 +30,8 @@ class MockWorkerOptions:
         time_scale: above 1 it runs faster than real time.
         seed: of output lengths that no request fixes.
         data_parallel_size: engines behind the server, each with the sizes above.
+        kv_transfer: passes prompts on to other mock workers, and fetches theirs.
+        kv_lease_s: how long it keeps a prompt that nobody fetches.
         decode_only: prompts cost nothing here, as behind a prefill worker.
         log_level: of the HTTP server.
     """
@@ -46,6 +48,8 @@ class MockWorkerOptions:
     time_scale: float = 1.0
     seed: int = 0
     data_parallel_size: int = 1
+    kv_transfer: bool = False
+    kv_lease_s: float = 30.0
     decode_only: bool = False
     log_level: str = "info"
 
@@ -67,6 +71,8 @@ class MockWorkerOptions:
             context_tokens=self.max_model_len,
             queue_max=self.max_num_queued_reqs,
             prefill=not self.decode_only,
+            kv_transfer=self.kv_transfer,
+            kv_lease_s=self.kv_lease_s,
             data_parallel_size=self.data_parallel_size,
             time_scale=self.time_scale,
             seed=self.seed,

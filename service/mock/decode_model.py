@@ -28,6 +28,7 @@ class _Sequences:
         prefill_left: tokens of all sequences still to be computed before they decode.
         kv_tokens: KV tokens of each sequence at admission, then in first_step.
         first_step: step in which it decodes (again) for the first time; None while it does not.
+        prefilled: whether its prompt comes from elsewhere; not again after a preemption.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class _Sequences:
     prefill_left: int = 0
     kv_tokens: int = 0
     first_step: int | None = None
+    prefilled: bool = False
 
 
 @dataclass(slots=True)
@@ -99,7 +101,8 @@ class DecodeWorker:
         self._profile = profile
         self._batch_limit = batch_limit
         self._prefill = prefill
-        self._kv = KvBlocks(capacity, block_tokens)
+        # Memory that is kept for another worker is taken from here and given back by its keeper.
+        self.kv = KvBlocks(capacity, block_tokens)
         self._waiting: OrderedDict[str, _Sequences] = OrderedDict()
         self._running: dict[str, _Sequences] = {}
         self._prefilling: dict[str, _Sequences] = {}
@@ -134,12 +137,12 @@ class DecodeWorker:
     @property
     def kv_tokens_used(self) -> int:
         """Tokens that the allocated KV blocks have room for."""
-        return self._kv.used * self._kv.block_tokens
+        return self.kv.used * self.kv.block_tokens
 
     @property
     def kv_capacity_tokens(self) -> int:
         """Tokens that all KV blocks have room for."""
-        return self._kv.total * self._kv.block_tokens
+        return self.kv.total * self.kv.block_tokens
 
     @property
     def decode_tokens_left(self) -> int:
@@ -151,9 +154,17 @@ class DecodeWorker:
         return request_id in self._running or request_id in self._waiting
 
     def submit(
-        self, request_id: str, prompt_tokens: int, decode_tokens: int, *, sequences: int = 1
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        decode_tokens: int,
+        *,
+        sequences: int = 1,
+        prefilled: bool = False,
     ) -> None:
         """Append a request to the worker's own queue; decode_tokens is the length it will have.
+
+        With prefilled its prompt was computed elsewhere.
 
         Raises:
             RequestTooLargeError: it could not run even if it were alone.
@@ -167,14 +178,17 @@ class DecodeWorker:
             raise RequestTooLargeError(
                 f"request {request_id} has {sequences} sequences, batch limit {self._batch_limit}"
             )
-        peak_tokens = prompt_tokens + decode_tokens - (1 if self._prefill else 0)
-        blocks = sequences * self._kv.blocks(peak_tokens)
-        if blocks > self._kv.total:
+        prefilled = prefilled or not self._prefill
+        peak_tokens = prompt_tokens + decode_tokens - (0 if prefilled else 1)
+        blocks = sequences * self.kv.blocks(peak_tokens)
+        if blocks > self.kv.total:
             raise RequestTooLargeError(
-                f"request {request_id} needs {blocks} KV blocks of {self._kv.block_tokens} tokens, "
-                f"the worker has {self._kv.total}"
+                f"request {request_id} needs {blocks} KV blocks of {self.kv.block_tokens} tokens, "
+                f"the worker has {self.kv.total}"
             )
-        self._waiting[request_id] = _Sequences(request_id, prompt_tokens, decode_tokens, sequences)
+        self._waiting[request_id] = _Sequences(
+            request_id, prompt_tokens, decode_tokens, sequences, prefilled=prefilled
+        )
         self._queued += sequences
         self._tokens_left += sequences * decode_tokens
 
@@ -228,12 +242,12 @@ class DecodeWorker:
         self._preempt(step)
         self._step = step
         self._step_number += 1
-        self._kv.grow(self._step_number)
+        self.kv.grow(self._step_number)
         for sequences in tuple(self._prefilling.values()):
             self._compute_prompt(sequences, step)
         if not step.preempted:
             self._admit(step)
-        return self._profile.iteration_s(self._batch, self._kv.tokens, step.prefill_tokens)
+        return self._profile.iteration_s(self._batch, self.kv.tokens, step.prefill_tokens)
 
     def end_iteration(self) -> Iteration:
         """Produce the iteration's tokens; requests that got their last one leave."""
@@ -241,7 +255,7 @@ class DecodeWorker:
         if step is None:
             raise RuntimeError("end_iteration called without begin_iteration")
         self._step = None
-        tokens = self._kv.growing
+        tokens = self.kv.growing
         finished = list(self._ends.pop(self._step_number, {}).values())
         for sequences in step.prefilled.values():
             sequences.produced += 1
@@ -268,10 +282,10 @@ class DecodeWorker:
         return DecodeWorkerStats(
             running=self._batch,
             waiting=self._queued,
-            kv_tokens=self._kv.tokens,
-            kv_blocks_used=self._kv.used,
-            kv_blocks_total=self._kv.total,
-            block_tokens=self._kv.block_tokens,
+            kv_tokens=self.kv.tokens,
+            kv_blocks_used=self.kv.used,
+            kv_blocks_total=self.kv.total,
+            block_tokens=self.kv.block_tokens,
             preemptions_total=totals.preemptions,
             prompt_tokens_total=totals.prompt_tokens,
             prefill_tokens_total=totals.prefill_tokens,
@@ -283,9 +297,10 @@ class DecodeWorker:
 
     def _preempt(self, step: _Step) -> None:
         """Send the newest back to the queue until the others' next tokens have blocks."""
-        while not self._kv.suffices_for(self._step_number + 1):
+        while not self.kv.suffices_for(self._step_number + 1):
             victim = self._running[next(reversed(self._running))]
             self._release(victim)
+            victim.prefilled = not self._prefill
             self._waiting[victim.request_id] = victim
             self._waiting.move_to_end(victim.request_id, last=False)
             self._queued += victim.count
@@ -299,16 +314,16 @@ class DecodeWorker:
             kv_tokens = self._kv_at_next_token(sequences)
             if self._batch + sequences.count > self._batch_limit:
                 break
-            if not self._kv.fits(sequences.count, kv_tokens):
+            if not self.kv.fits(sequences.count, kv_tokens):
                 break
             del self._waiting[sequences.request_id]
             self._running[sequences.request_id] = sequences
             self._queued -= sequences.count
             self._batch += sequences.count
-            self._kv.take(sequences.count, kv_tokens)
+            self.kv.take(sequences.count, kv_tokens)
             sequences.kv_tokens = kv_tokens
             step.started.append(sequences.request_id)
-            if self._prefill:
+            if not sequences.prefilled:
                 sequences.prefill_left = sequences.count * kv_tokens
                 self._prefilling[sequences.request_id] = sequences
                 self._compute_prompt(sequences, step)
@@ -321,7 +336,7 @@ class DecodeWorker:
         limit = self._profile.batched_tokens_limit
         if limit is None:
             return 1 << 62
-        return max(0, limit - self._kv.growing - step.prefill_tokens)
+        return max(0, limit - self.kv.growing - step.prefill_tokens)
 
     def _compute_prompt(self, sequences: _Sequences, step: _Step) -> None:
         """Compute as much of a prompt as the budget allows."""
@@ -342,7 +357,7 @@ class DecodeWorker:
         """Let a request whose prompt is in the KV cache decode from the given step on."""
         sequences.first_step = first_step
         sequences.kv_tokens = self._kv_at_next_token(sequences)
-        self._kv.start_growing(sequences.count, first_step, sequences.kv_tokens)
+        self.kv.start_growing(sequences.count, first_step, sequences.kv_tokens)
         last_step = first_step + sequences.decode_tokens - sequences.produced - 1
         self._ends.setdefault(last_step, {})[sequences.request_id] = sequences
 
@@ -353,13 +368,13 @@ class DecodeWorker:
         if first_step is None:
             self._prefilling.pop(sequences.request_id, None)
         else:
-            self._kv.stop_growing(sequences.count, first_step, kv_tokens)
+            self.kv.stop_growing(sequences.count, first_step, kv_tokens)
             kv_tokens += self._step_number - first_step
             last_step = first_step + sequences.decode_tokens - sequences.produced - 1
             self._ends.get(last_step, {}).pop(sequences.request_id, None)
             sequences.produced = self._produced(sequences)
             sequences.first_step = None
-        self._kv.give(sequences.count, kv_tokens)
+        self.kv.give(sequences.count, kv_tokens)
         self._batch -= sequences.count
         del self._running[sequences.request_id]
 
@@ -372,7 +387,7 @@ class DecodeWorker:
 
     def _kv_at_next_token(self, sequences: _Sequences) -> int:
         """KV tokens of each sequence in the iteration that yields its next token."""
-        return sequences.prompt_tokens + sequences.produced + (0 if self._prefill else 1)
+        return sequences.prompt_tokens + sequences.produced + (1 if sequences.prefilled else 0)
 
     def _count(self, step: _Step, tokens: int, finished: int) -> None:
         """Book an ended iteration."""

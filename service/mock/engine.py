@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from service.mock.decode_model import DecodeWorker
 from service.mock.engine_series import EngineSeries
+from service.mock.kv_transfer import KvStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +46,9 @@ class Decode:
         produced: output tokens so far.
         last_token_s: when the newest of them came, on the loop's clock.
         started: whether it has left the worker's queue before.
+        prefilled: whether its prompt was computed elsewhere.
+        keep_as: name under which its prompt is kept for another worker, or "".
+        prompt_key: which prompt that is.
     """
 
     prompt_tokens: int
@@ -54,6 +58,9 @@ class Decode:
     produced: int = 0
     last_token_s: float = 0.0
     started: bool = False
+    prefilled: bool = False
+    keep_as: str = ""
+    prompt_key: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +113,8 @@ class MockEngine:
             config.block_tokens,
             config.prefill,
         )
+        lease_s = config.kv_lease_s / config.time_scale
+        self.kv_store = KvStore(lease_s, self._pin, self._unpin)
         self._held: dict[str, tuple[Generation, Decode]] = {}
         self._submitted = 0
         self._work = asyncio.Event()
@@ -139,7 +148,12 @@ class MockEngine:
         for decode in generation.decodes:
             self._submitted += 1
             decode.engine_id = str(self._submitted)
-            self._model.submit(decode.engine_id, decode.prompt_tokens, decode.decode_tokens)
+            self._model.submit(
+                decode.engine_id,
+                decode.prompt_tokens,
+                decode.decode_tokens,
+                prefilled=decode.prefilled,
+            )
             self._held[decode.engine_id] = (generation, decode)
         self._work.set()
         return generation
@@ -219,9 +233,20 @@ class MockEngine:
         for engine_id in iteration.finished:
             generation, decode = self._held.pop(engine_id)
             generation.open_decodes -= 1
+            if decode.keep_as:
+                self.kv_store.keep(decode.keep_as, decode.prompt_tokens, decode.prompt_key)
             series.finished[decode.finish_reason] += 1
             series.request_s.observe(now_s - generation.arrived_s)
         series.observe_iteration(self._model.stats(), iteration.tokens, gaps_s)
+
+    def _pin(self, tokens: int) -> None:
+        """Keep the memory of a request that has just ended."""
+        self._model.kv.take(1, tokens)
+
+    def _unpin(self, tokens: int) -> None:
+        """Free memory that was kept for another worker; requests may wait for it."""
+        self._model.kv.give(1, tokens)
+        self._work.set()
 
     def _note_start(self, engine_id: str, began_s: float) -> None:
         """Count the time in the worker's queue, once."""

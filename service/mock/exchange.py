@@ -34,10 +34,17 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, id_headers: bool) -> None:
         self._headers = Headers(scope=scope)
+        self._server = scope.get("server")
         self._receive = receive
         self._send = send
         self._id_headers = id_headers
         self._request_id = self._headers.get("x-request-id") or uuid.uuid4().hex
+
+    @property
+    def server(self) -> tuple[str, int]:
+        """Address the request came to."""
+        host, port = self._server or ("127.0.0.1", 0)
+        return host, port or 0
 
     async def body(self) -> bytes:
         """Read the body, once the headers are found acceptable.

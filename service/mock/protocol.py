@@ -52,6 +52,8 @@ class Asked:
         include_usage: whether a stream ends with its usage.
         continuous_usage: whether every chunk carries it.
         request_id: as sent in the body, or None.
+        prompt_key: tells the first prompt from others.
+        kv_transfer: kv_transfer_params, or None where the worker has no connector.
     """
 
     chat: bool
@@ -63,6 +65,8 @@ class Asked:
     include_usage: bool
     continuous_usage: bool
     request_id: str | None
+    prompt_key: int
+    kv_transfer: dict[str, object] | None
 
 
 class Reader:
@@ -131,6 +135,8 @@ class Reader:
             include_usage=bool(options.include_usage),
             continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
             request_id=body.request_id,
+            prompt_key=keys[0],
+            kv_transfer=body.kv_transfer_params if self._config.kv_transfer else None,
         )
 
     def _decode_tokens(self, body: GenerationBody, limit: int, text_key: int) -> int:

@@ -82,8 +82,8 @@ class Reply:
             return DONE
         return event({**self._stream_head(), "choices": [], "usage": self._usage()}) + DONE
 
-    def whole(self) -> bytes:
-        """Return the answer in one piece, once it is complete."""
+    def whole(self, kv_transfer: dict[str, object] | None = None) -> bytes:
+        """Return the answer in one piece, once it is complete; with how to fetch the prompt."""
         choices = [self._choice(index) for index in range(len(self._asked.decodes))]
         return orjson.dumps(
             {
@@ -92,7 +92,7 @@ class Reply:
                 "service_tier": None,
                 "system_fingerprint": None,
                 "usage": self._usage(),
-                "kv_transfer_params": None,
+                "kv_transfer_params": kv_transfer,
             }
         )
 

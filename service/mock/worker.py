@@ -23,6 +23,12 @@ from service.mock.bodies import ApiError
 from service.mock.engine import EngineDeadError, MockEngine, QueueFullError
 from service.mock.engine_series import ServerSeries
 from service.mock.exchange import EVENTS, ClientLeftError, Exchange
+from service.mock.kv_transfer import (
+    FETCH_PATH,
+    Params,
+    UnusableParamsError,
+    with_prompt_from_elsewhere,
+)
 from service.mock.protocol import Reader
 from service.mock.replies import Reply, error_events
 
@@ -71,6 +77,7 @@ class MockServer:
                 Route("/health", self._health),
                 Route("/ping", self._health),
                 Route("/version", self._version),
+                Route(FETCH_PATH, self._give_kv, methods=["POST"]),
                 Route("/load", self._server_load),
                 Route("/metrics", self._metrics),
                 # As in vLLM, only the path with a slash reaches the application that filters.
@@ -109,7 +116,13 @@ class MockServer:
             asked = read(await exchange.body())
             engine = self._engine_for(exchange.rank(len(self.engines)))
             reply_id = f"{prefix}-{exchange.name(asked.request_id)}"
-            await self._answer(engine, asked, Reply(asked, reply_id, int(time.time())), exchange)
+            try:
+                asked = await with_prompt_from_elsewhere(asked)
+            except UnusableParamsError as error:
+                # vLLM's engine dies of an assertion here.
+                engine.stop()
+                raise _engine_died() from error
+            await self._answer(engine, asked, reply_id, exchange)
         except ApiError as error:
             await exchange.refuse(error)
         except ClientLeftError:
@@ -124,9 +137,11 @@ class MockServer:
         return min(self.engines, key=lambda engine: engine.load)
 
     async def _answer(
-        self, engine: MockEngine, asked: Asked, reply: Reply, exchange: Exchange
+        self, engine: MockEngine, asked: Asked, reply_id: str, exchange: Exchange
     ) -> None:
         """Generate, and send what comes when it comes."""
+        reply = Reply(asked, reply_id, int(time.time()))
+        params = engine.kv_store.ask_to_keep(asked, reply_id, exchange.server)
         try:
             generation = engine.submit(asked.decodes)
         except EngineDeadError as error:
@@ -142,7 +157,10 @@ class MockServer:
         async with asyncio.TaskGroup() as group:
             leaving = group.create_task(_abort_when_client_leaves(engine, generation, exchange))
             try:
-                await (_stream if asked.stream else _send_whole)(generation, reply, exchange)
+                if asked.stream:
+                    await _stream(generation, reply, exchange)
+                else:
+                    await _send_whole(generation, reply, exchange, params)
             finally:
                 leaving.cancel()
                 engine.abort(generation)
@@ -177,6 +195,12 @@ class MockServer:
 
     async def _version(self, _: Request) -> Response:
         return _json({"version": VLLM_VERSION})
+
+    async def _give_kv(self, request: Request) -> Response:
+        request_id = request.path_params["request_id"]
+        keys = [engine.kv_store.take(request_id) for engine in self.engines]
+        prompt_key = next((key for key in keys if key is not None), None)
+        return _json({"prompt_key": prompt_key}, 404 if prompt_key is None else 200)
 
     async def _server_load(self, _: Request) -> Response:
         return _json({"server_load": self._load})
@@ -219,7 +243,9 @@ async def _stream(generation: Generation, reply: Reply, exchange: Exchange) -> N
         await exchange.end(events + reply.closing())
 
 
-async def _send_whole(generation: Generation, reply: Reply, exchange: Exchange) -> None:
+async def _send_whole(
+    generation: Generation, reply: Reply, exchange: Exchange, params: Params | None
+) -> None:
     """Wait for the end, then send everything."""
     while not generation.ended:
         await generation.news.wait()
@@ -227,7 +253,7 @@ async def _send_whole(generation: Generation, reply: Reply, exchange: Exchange) 
     if generation.failed:
         await exchange.refuse(_engine_died())
     elif generation.complete:
-        await exchange.answer(200, reply.whole())
+        await exchange.answer(200, reply.whole(params))
 
 
 def _engine_died() -> ApiError:
@@ -235,8 +261,8 @@ def _engine_died() -> ApiError:
     return ApiError(500, message, kind="InternalServerError")
 
 
-def _json(body: object) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
+def _json(body: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 async def _detail(_: Request, error: Exception) -> Response:

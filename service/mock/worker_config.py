@@ -33,6 +33,9 @@ class MockWorkerConfig:
         seed: of output lengths that no request fixes.
         decode_tokens_mean: mean of those lengths (LMSYS-Chat-1M: 214.5 tokens an answer).
         decode_tokens_sigma: spread of their logarithm.
+        kv_transfer: has a connector that passes prompts on (--kv-transfer-config); else
+            kv_transfer_params are ignored.
+        kv_lease_s: how long it keeps a prompt that nobody fetches, in its own time.
         request_id_headers: answer with x-request-id (--enable-request-id-headers).
         data_parallel_size: engines behind the server, each with the sizes above.
         data_parallel_start_rank: label of the first of them, above 0 on the later servers of a
@@ -51,6 +54,8 @@ class MockWorkerConfig:
     seed: int = 0
     decode_tokens_mean: float = 214.5
     decode_tokens_sigma: float = 1.0
+    kv_transfer: bool = False
+    kv_lease_s: float = 30.0
     request_id_headers: bool = False
     data_parallel_size: int = 1
     data_parallel_start_rank: int = 0
@@ -65,6 +70,8 @@ class MockWorkerConfig:
             )
         if not (math.isfinite(self.time_scale) and self.time_scale > 0):
             raise ValueError(f"time_scale must be positive, got {self.time_scale}")
+        if not self.kv_lease_s > 0:
+            raise ValueError(f"kv_lease_s must be positive, got {self.kv_lease_s}")
         if self.decode_tokens_mean < 1 or self.decode_tokens_sigma < 0:
             raise ValueError("decode_tokens_mean must be >= 1 and decode_tokens_sigma >= 0")
         if not 2 <= self.max_model_len <= self.kv_tokens:

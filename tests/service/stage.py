@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from service.central_queue import CentralQueue, QueueConfig, QueueStats
 from service.control.config import ControlConfig, PolicyName
-from service.control.events import Outcome, Refusal, WorkerJoined, WorkerSpec
+from service.control.events import Outcome, Refusal, Role, WorkerJoined, WorkerSpec
 from service.control.router import Router
 from service.edge import Doors, Edge, EdgeConfig, make_ways
 from service.fleet_types import Candidate
@@ -77,6 +77,7 @@ class Stage:
     edge: EdgeConfig = field(default_factory=EdgeConfig)
     forward: ForwardConfig = field(default_factory=ForwardConfig)
     api_keys: dict[str, str] = field(default_factory=dict)
+    roles: dict[str, Role] = field(default_factory=dict)
     models: frozenset[str] | None = frozenset({"m"})
     ranks: dict[str, int | None] = field(default_factory=dict)
     suspects: list[str] = field(default_factory=list)
@@ -109,6 +110,7 @@ class Stage:
                 worker_id=name,
                 url=f"http://{name}",
                 batch_limit=self.batch_limit,
+                role=self.roles.get(name, Role.BOTH),
                 api_key=self.api_keys.get(name),
                 data_parallel_size=8 if name in self.ranks else 1,
                 data_parallel_rank=self.ranks.get(name),
@@ -130,6 +132,7 @@ class Stage:
                 fleet=lambda: (),
                 light=lambda: (self.light_path.held, dict(self.light_path.ended)),
                 retries=lambda: dict(self.forwarder.retries),
+                handoffs=lambda: dict(self.forwarder.handoffs),
                 refresh_failures=lambda: 0,
             )
         )
@@ -171,6 +174,7 @@ class Stage:
                 batch_limit=self.batch_limit,
                 kv_capacity_tokens=100_000,
                 models=self.models,
+                role=self.roles.get(name, Role.BOTH),
             )
             self.queue.publish(WorkerJoined(spec))
         await asyncio.sleep(0)

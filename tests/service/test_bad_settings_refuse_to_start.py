@@ -141,11 +141,46 @@ def test_secrets_are_masked(
 def test_other_routers_flags_are_ours_by_another_name(
     capsys: pytest.CaptureFixture[str], alias: str
 ) -> None:
-    values = {"--workers": "http://a:1", "--policy": "roundrobin"}
-    value = values.get(FLAG_ALIASES[alias], "7")
-    assert config_of(capsys, alias, value, "--mock", "1") == config_of(
-        capsys, FLAG_ALIASES[alias], value.replace("roundr", "round_r"), "--mock", "1"
+    pair = {"--prefill-workers": "--decode-workers", "--decode-workers": "--prefill-workers"}
+    ours = FLAG_ALIASES[alias]
+    values = {
+        "--workers": "http://a:1",
+        "--policy": "roundrobin",
+        **dict.fromkeys(pair, "http://p"),
+    }
+    value = values.get(ours, "7")
+    # Half a pair is refused.
+    others = ("--mock", "1", *((pair[ours], "http://d") if ours in pair else ()))
+    assert config_of(capsys, alias, value, *others) == config_of(
+        capsys, ours, value.replace("roundr", "round_r"), *others
     )
+
+
+def test_workers_of_a_pair_are_given_by_flags_or_by_their_role(tmp_path: Path) -> None:
+    flags = Settings(prefill_workers="http://p:1,http://p:2", decode_workers=("http://d:1",))  # type: ignore[arg-type]
+    file = write(
+        tmp_path / "b.yaml",
+        "workers:\n- {url: http://p:1, role: prefill}\n- {url: http://p:2, role: prefill}\n"
+        "- {url: http://d:1, role: decode}\n",
+    )
+    assert Settings(config=file).worker_configs() == flags.worker_configs()  # type: ignore[arg-type]
+    assert [worker.role.value for worker in flags.worker_configs()] == [
+        "prefill",
+        "prefill",
+        "decode",
+    ]
+
+
+@pytest.mark.parametrize(("role", "other"), [("prefill", "decode"), ("decode", "prefill")])
+def test_half_a_pair_is_refused(capsys: pytest.CaptureFixture[str], role: str, other: str) -> None:
+    line = complaint(capsys, "serve", f"--{role}-workers", "http://a:1")
+    assert f"no {other} workers" in line
+    assert f"--{other}-workers" in line
+
+
+def test_a_hold_longer_than_the_lease_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    line = complaint(capsys, "serve", "--mock", "1", "--handoff.hold-s", "30")
+    assert "hold_s must be below lease_s" in line
 
 
 @pytest.mark.parametrize("policy", list(PolicyName))

@@ -1,0 +1,97 @@
+"""3 controller, from the books to a view: what a policy is shown, what of its answer is booked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from service.control.columns import Horizon, IntArray, Usage
+from service.control.config import Kernel
+from service.control.occupancy import Frame
+from service.control.view import FleetView, Pair, View
+
+if TYPE_CHECKING:
+    from service.control.config import ControlConfig
+    from service.control.fleet_state import FleetState
+    from service.control.handoff import Handoff
+    from service.control.ledger import Ledger
+    from service.control.waiting import WaitingRoom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """Makes views of a router's books."""
+
+    config: ControlConfig
+    fleet: FleetState
+    waiting: WaitingRoom
+    ledger: Ledger
+    handoff: Handoff
+
+    @property
+    def horizon(self) -> Horizon:
+        """The look-ahead."""
+        config = self.config
+        buckets = max(1, config.horizon_iterations // config.bucket_iterations)
+        return Horizon(buckets, config.bucket_iterations)
+
+    @property
+    def kernel(self) -> Kernel:
+        """Where every prompt is computed elsewhere, requests only decode."""
+        decodes = self.fleet.decodes()
+        return Kernel.DECODE_ONLY if decodes.size and decodes.all() else self.config.kernel
+
+    def view(self, now_s: float, arrivals_per_s: float) -> View:
+        """What there is to decide about now."""
+        fleet, kernel = self.fleet, self.kernel
+        own = self.ledger.sequences_per_worker(len(fleet))
+        lead = self.handoff.lead(now_s, self.config.bucket_iterations)
+
+        def occupancy(horizon: Horizon, offset: float, workers: IntArray | None) -> Usage:
+            frame = Frame(
+                horizon=horizon,
+                offset=offset,
+                block_tokens=fleet.array("block_tokens"),
+                lead=lead,
+                kernel=kernel,
+            )
+            return self.ledger.occupancy(fleet, now_s, frame, workers)
+
+        def kv_ceiling_tokens(worker: int, spare_tokens: float) -> float:
+            own_tokens = self.ledger.kv_ceiling_tokens(worker, spare_tokens)
+            return own_tokens + fleet.workers[worker].foreign_kv
+
+        return View(
+            now_s=now_s,
+            kernel=kernel,
+            horizon=self.horizon,
+            waiting=self.waiting.arrays(fleet, prefill_open=self.handoff.is_open(now_s)),
+            fleet=FleetView(
+                worker_ids=fleet.worker_ids,
+                batch_limit=fleet.array("batch_limit"),
+                kv_capacity_tokens=fleet.array("kv_capacity_tokens"),
+                block_tokens=fleet.array("block_tokens"),
+                iteration_s=fleet.array("iteration_s"),
+                outstanding=own + fleet.array("foreign_active"),
+                engine_queue_empty=fleet.engine_queue_empty(now_s),
+                lead=lead,
+            ),
+            occupancy=occupancy,
+            kv_ceiling_tokens=kv_ceiling_tokens,
+            arrivals_per_s=arrivals_per_s,
+        )
+
+
+def checked(pairs: list[Pair], view: View) -> list[Pair]:
+    """Starts that can all be booked, or none: half-booked starts would lose requests.
+
+    Raises:
+        ValueError: a policy named a request twice, or a pair that does not exist.
+    """
+    rows = [row for row, _ in pairs]
+    if len(set(rows)) != len(rows):
+        raise ValueError("a policy started one request twice")
+    for row, worker in pairs:
+        if not (0 <= row < len(view.waiting) and 0 <= worker < len(view.fleet)):
+            raise ValueError(f"a policy started request {row} on worker {worker}: no such pair")
+    return pairs
