@@ -28,6 +28,7 @@ _TOKEN_LATENCY: Final = (
 _QUEUE_TIME: Final = (b"vllm:request_queue_time_seconds",)
 _RUNNING: Final = b"vllm:num_requests_running"
 _WAITING: Final = b"vllm:num_requests_waiting"
+_WAITING_BY_REASON: Final = b"vllm:num_requests_waiting_by_reason"
 _PREEMPTIONS: Final = b"vllm:num_preemptions_total"
 _GENERATION_TOKENS: Final = b"vllm:generation_tokens_total"
 _REQUEST_SUCCESS: Final = b"vllm:request_success_total"
@@ -40,6 +41,7 @@ _WANTED: Final = frozenset(
         *(name + end for name in (*_TOKEN_LATENCY, *_QUEUE_TIME) for end in (b"_sum", b"_count")),
         _RUNNING,
         _WAITING,
+        _WAITING_BY_REASON,
         _PREEMPTIONS,
         _GENERATION_TOKENS,
         _REQUEST_SUCCESS,
@@ -70,6 +72,8 @@ class EngineSample:
     Attributes:
         running: requests in the batch.
         waiting: requests in the engine's own queue.
+        deferred: of these, what could not start yet whatever room there is: mostly it waits for KV
+            memory from a prefill worker.
         kv_use: used share of the KV cache, 0..1; of several engines the share of their total,
             or the largest when their capacities are not told.
         block_tokens: KV block size.
@@ -85,6 +89,7 @@ class EngineSample:
 
     running: int | None = None
     waiting: int | None = None
+    deferred: int | None = None
     kv_use: float | None = None
     block_tokens: int | None = None
     kv_capacity_tokens: int | None = None
@@ -149,6 +154,7 @@ class _Engine:
         return EngineSample(
             running=_whole(self.values.get(_RUNNING)),
             waiting=_whole(self.values.get(_WAITING)),
+            deferred=_whole(self.values.get(_WAITING_BY_REASON)),
             kv_use=shares[0] if shares else None,
             block_tokens=self.block_tokens,
             kv_capacity_tokens=self.kv_capacity_tokens,
@@ -185,6 +191,8 @@ class _Page:
             self.malformed_lines += 1
             return
         engine = self.engines.setdefault(label, _Engine())
+        if name == _WAITING_BY_REASON and labels.get(b"reason") != b"deferred":
+            return
         if name != _CACHE_CONFIG:
             engine.add(name, value)
         elif not _read_cache_config(engine, labels):
@@ -287,6 +295,7 @@ def _total(samples: tuple[EngineSample, ...]) -> EngineSample:
     return EngineSample(
         running=_sum(s.running for s in samples),
         waiting=_sum(s.waiting for s in samples),
+        deferred=_sum(s.deferred for s in samples),
         kv_use=_total_share(samples),
         block_tokens=max(block_sizes) if block_sizes else None,
         kv_capacity_tokens=_sum(s.kv_capacity_tokens for s in samples),

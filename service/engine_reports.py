@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from service.control.events import WorkerReport
+from service.control.events import Role, WorkerReport
 from service.engine_metrics import ENGINES_MAX
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class EngineReports:
         total = page.total
         return WorkerReport(
             running=total.running,
-            waiting=total.waiting,
+            waiting=self._waiting(total),
             kv_tokens_used=self._kv_tokens_used(total),
             kv_capacity_tokens=self._learned_capacity(total),
             block_tokens=total.block_tokens,
@@ -108,6 +108,12 @@ class EngineReports:
         self._last = {**kept, **page.engines}
         if page.process_start_s is not None:
             self._process_start_s = page.process_start_s
+
+    def _waiting(self, total: EngineSample) -> int | None:
+        """Requests that want a slot; a decode worker's that fetch their prompt hold one already."""
+        if total.waiting is None or self._worker.role is not Role.DECODE:
+            return total.waiting
+        return max(0, total.waiting - (total.deferred or 0))
 
     def _learned_capacity(self, total: EngineSample) -> int | None:
         """The engine's own capacity, unless the operator has set another."""

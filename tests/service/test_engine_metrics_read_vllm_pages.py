@@ -5,24 +5,29 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.control.events import Role
 from service.engine_metrics import (
     ENGINES_MAX,
     WANTED_SERIES,
     EngineSample,
     parse_engine_page,
 )
+from service.engine_reports import EngineReports
+from service.worker_config import WorkerConfig
 
 NEW_PAGE = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="tiny"} 7.0
 vllm:num_requests_waiting{engine="0",model_name="tiny"} 3.0
-vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 3.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="deferred"} 1.0
 vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="awake"} 1.0
 vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.5
 vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",\
@@ -57,6 +62,7 @@ def test_a_page_in_the_new_naming() -> None:
     assert page.total == EngineSample(
         running=7,
         waiting=3,
+        deferred=1,
         kv_use=0.5,
         block_tokens=128,
         kv_capacity_tokens=4095 * 128,
@@ -71,6 +77,15 @@ def test_a_page_in_the_new_naming() -> None:
     assert page.total.kv_tokens_used == 262_080
     assert page.process_start_s == 1.76441234567e9
     assert page.malformed_lines == 0
+
+
+@pytest.mark.parametrize(("role", "waiting"), [(Role.DECODE, 2), (Role.BOTH, 3), (Role.PREFILL, 3)])
+def test_a_decode_workers_requests_that_fetch_their_prompt_are_no_queue(
+    role: Role, waiting: int
+) -> None:
+    worker = WorkerConfig(worker_id="w", url="http://w", batch_limit=8, role=role)
+    assert EngineReports(worker).report(parse_engine_page(NEW_PAGE)).waiting == waiting
+    assert EngineReports(worker).report(parse_engine_page(OLD_PAGE)).waiting == 3
 
 
 def test_a_page_in_the_old_naming_reads_the_same() -> None:

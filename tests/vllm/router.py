@@ -98,7 +98,8 @@ def running_router(
     LOGS.mkdir(parents=True, exist_ok=True)
     log = LOGS / f"bidgate-{next(_ids)}-{port}.log"
     command = [
-        *(sys.executable, "-m", "service", "serve", "--workers", *urls),
+        *(sys.executable, "-m", "service", "serve"),
+        *(("--workers", *urls) if urls else ()),
         *("--port", str(port), "--max-num-seqs", str(batch_limit)),
         *("--log-format", "json", "--drain-s", "5", *flags),
     ]

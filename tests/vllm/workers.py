@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".vllm"
@@ -66,6 +66,7 @@ class WorkerOptions:
         model: folder of the model served.
         python: interpreter of the environment that has vLLM.
         extra: further command line arguments.
+        environment: further variables, as pairs.
     """
 
     batch_limit: int = 8
@@ -77,6 +78,7 @@ class WorkerOptions:
     model: Path = MODEL
     python: Path = PYTHON
     extra: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
     def command(self, port: int) -> list[str]:
         """The command line of one worker on this port."""
@@ -124,6 +126,7 @@ def engine_environment(options: WorkerOptions | None = None) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CACHE_ROOT": str(HOME / "cache"),
+        **dict(() if options is None else options.environment),
     }
 
 
@@ -274,12 +277,19 @@ def running_workers(count: int = 2, options: WorkerOptions | None = None) -> Ite
     check_machine(count, options)
     build_model(options.python, options.model)
     workers = [Worker(f"worker{index}", free_port(), options) for index in range(count)]
+    with running(workers):
+        yield workers
+
+
+@contextlib.contextmanager
+def running(workers: Sequence[Worker]) -> Iterator[None]:
+    """Start workers side by side and wait for all; their process groups end with the block."""
     try:
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.wait_healthy()
-        yield workers
+        yield
     finally:
         for worker in workers:
             if worker.alive:
