@@ -8,7 +8,7 @@ never anything a client chose.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import structlog
@@ -77,6 +77,19 @@ class RequestRecord:
     upload_s: float | None = None
 
 
+RECORD_FIELDS: Final = tuple(field.name for field in fields(RequestRecord))
+
+
+def _line(record: RequestRecord) -> dict[str, object]:
+    """What is known about a request, for its log line."""
+    known = ((name, getattr(record, name)) for name in RECORD_FIELDS)
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in known
+        if value is not None and value is not False and value != ""
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
     """Where a scrape reads the state.
@@ -135,15 +148,7 @@ class Telemetry:
             if value is not None:
                 histogram.observe(value)
         if self._log_requests:
-            fields = {
-                key: value
-                for key, value in asdict(record).items()
-                if value not in (None, "") and value is not False
-            }
-            for key, value in fields.items():
-                if isinstance(value, float):
-                    fields[key] = round(value, 6)
-            self._log.info("request", **fields)
+            self._log.info("request", **_line(record))
 
     def watch(self, sources: Sources) -> None:
         """Add the state of queue, router and fleet to the page."""

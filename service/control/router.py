@@ -124,7 +124,8 @@ class Router:
         # Prices that move inside the decision move in every period, whoever waits.
         if (len(self._waiting) or self._config.prices.inline) and self._fleet.up().any():
             commands += self._start(self._decide(now_s), now_s)
-        commands += self._refuse_expired(now_s, patient=False)
+        if len(self._waiting):
+            commands += self._refuse_expired(now_s, patient=False)
         self._handoff.forget(commands, now_s)
         return commands
 
