@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.app import assemble
 from service.cli import make_app
 from service.logs import LogFormat, LogLevel, configure_logging
+from service.reload import is_live
 from service.settings import MockConfig, Settings
 from service.worker_settings import WorkerSettings
 
@@ -66,7 +67,7 @@ class Setting:
 
     Attributes:
         path: where it is in the settings, outermost first.
-        flag: of `bidgate serve`.
+        flag: of `bidgate serve`; "" when it has none.
         default: as YAML.
         about: what it means, with its choices.
     """
@@ -267,7 +268,7 @@ def _setting(
         value = value.value
     default = yaml.safe_dump(list(value) if isinstance(value, tuple) else value)
     default = default.removesuffix("...\n").strip()
-    return Setting(path=path, flag=flags[path], default=default, about=about)
+    return Setting(path=path, flag=flags.get(path, ""), default=default, about=about)
 
 
 def _comment(text: str, indent: str) -> list[str]:
@@ -288,10 +289,12 @@ def _worker_fields() -> Iterator[str]:
 
 
 def _table(rows: list[Setting], name: Callable[[Setting], str]) -> str:
-    lines = ["| setting | flag | default | meaning |", "|---|---|---|---|"]
+    lines = ["| setting | flag | default | live | meaning |", "|---|---|---|---|---|"]
     for row in rows:
         about = row.about.replace("|", "\\|")
-        lines.append(f"| `{name(row)}` | `{row.flag}` | `{row.default}` | {about} |")
+        flag = f"`{row.flag}`" if row.flag else ""
+        live = "yes" if is_live(row.name) else ""
+        lines.append(f"| `{name(row)}` | {flag} | `{row.default}` | {live} | {about} |")
     return "\n".join(lines)
 
 

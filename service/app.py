@@ -6,10 +6,13 @@ Read edge.py next, then central_queue.py and forwarder.py: the life of a request
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Final
 
@@ -18,19 +21,27 @@ import structlog
 from fastapi import FastAPI
 from structlog.typing import FilteringBoundLogger
 
+from service.admin import Staff, admin_routes
+from service.auth import Door
 from service.central_queue import CentralQueue
 from service.control.events import Role
 from service.control.router import Router
-from service.edge import Doors, Edge, make_ways
+from service.crew import Crew
+from service.discovery.following import Discovery
+from service.edge import Doors, Edge, Ways, make_ways, reading
 from service.fleet import Fleet
 from service.forwarder import Forwarder
 from service.light import LightPath
 from service.mock.profiles import PROFILES
 from service.mock.serving import running_mock_workers
 from service.mock.worker_config import MockWorkerConfig
+from service.operations import Operations, OperationsCollector
 from service.refresher import ThreadRefresher
+from service.reload import Loaded, Reloader, ReloadStats
+from service.roster import Roster
 from service.routes import answer_unknown_paths, routes, with_aliases
 from service.settings import MockConfig, Settings
+from service.settings_text import SettingsError
 from service.telemetry import Sources, Telemetry
 from service.worker_config import WorkerConfig
 from service.worker_link import WorkerTransport, make_client
@@ -55,58 +66,67 @@ class Service:
         return self.queue.held + self.light.held
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rereading:
+    """How settings are read again while the service runs.
+
+    Attributes:
+        loaded: what is in use, with its files.
+        load: reads everything again.
+        tls: the listener's context, whose certificate is loaded again too.
+    """
+
+    loaded: Loaded
+    load: Callable[[], Loaded]
+    tls: ssl.SSLContext | None = None
+
+
 def build(settings: Settings) -> FastAPI:
     """Build the application for any ASGI server."""
     return assemble(settings).app
 
 
-def assemble(settings: Settings) -> Service:
+def assemble(settings: Settings, rereading: Rereading | None = None) -> Service:
     """Build every part.
 
+    Args:
+        settings: to begin with.
+        rereading: how to follow their changes; None to keep them.
+
     Raises:
-        SettingsError: the workers cannot be used.
+        SettingsError: the workers, keys or files that the settings name cannot be used.
     """
+    settings.check()
     parts = _build_parts(settings)
-    for worker in settings.worker_configs():
-        parts.follow(worker)
-    parts.telemetry.watch(
-        Sources(
-            queue=parts.queue.stats,
-            fleet=parts.fleet.stats,
-            light=lambda: (parts.light.held, dict(parts.light.ended)),
-            retries=lambda: dict(parts.forwarder.retries),
-            handoffs=lambda: dict(parts.forwarder.handoffs),
-            refresh_failures=lambda: parts.refresher.failures,
-        )
-    )
+    tls = None if rereading is None else rereading.tls
+    apply = _Applier(parts, tls)
+    apply(settings)
+    reloader = None
+    if rereading is not None:
+        reloader = Reloader(rereading.loaded, rereading.load, apply, parts.log)
+    _tell(parts, reloader)
     app = FastAPI(
         title="bidgate",
         version=version("bidgate"),
-        lifespan=_lifespan(parts, _mock_fleet(settings.mock, parts.follow)),
+        lifespan=_lifespan(parts, reloader, _mock_fleet(settings.mock, parts.discovery.embed)),
     )
     app.include_router(
         routes(
             stats=parts.queue.stats,
-            models=lambda: with_aliases(parts.fleet.models(), settings.edge.model_aliases),
+            models=lambda: with_aliases(parts.fleet.models(), apply.settings.edge.model_aliases),
             held=lambda: parts.queue.held + parts.light.held,
             telemetry=parts.telemetry,
         )
     )
+    staff = Staff(discovery=parts.discovery, roster=parts.roster, queue=parts.queue)
+    app.include_router(admin_routes(staff))
     answer_unknown_paths(app)
     app.add_middleware(
         Edge,
-        ways=make_ways(
-            Doors(
-                queue=parts.queue,
-                light=parts.light,
-                forwarder=parts.forwarder,
-                context_tokens=parts.fleet.context_tokens,
-            ),
-            settings.edge,
-            settings.light,
-        ),
+        ways=parts.ways,
         telemetry=parts.telemetry,
-        config=settings.edge,
+        door=parts.door,
+        config=lambda: apply.settings.edge,
         log=parts.log,
     )
     return Service(app=app, queue=parts.queue, light=parts.light)
@@ -120,14 +140,13 @@ class _Parts:
     queue: CentralQueue
     client: httpx.AsyncClient
     fleet: Fleet
-    links: _Links
+    crew: Crew
     light: LightPath
+    ways: Ways
+    roster: Roster
+    discovery: Discovery
     forwarder: Forwarder
-
-    def follow(self, worker: WorkerConfig) -> None:
-        """Make a worker known to the forwarder and the fleet."""
-        self.links.add(worker)
-        self.fleet.add(worker)
+    door: Door
 
 
 def _build_parts(settings: Settings) -> _Parts:
@@ -142,18 +161,27 @@ def _build_parts(settings: Settings) -> _Parts:
         stopwatch=time.perf_counter,
         log=log,
     )
-    client = make_client(
-        WorkerTransport(keepalive_s=settings.forward.keepalive_s),
-        connect_timeout_s=settings.forward.connect_timeout_s,
+    open_transport = partial(
+        WorkerTransport,
+        keepalive_s=settings.forward.keepalive_s,
+        link_local=settings.fleet.allow_link_local,
     )
+    client = make_client(open_transport(), connect_timeout_s=settings.forward.connect_timeout_s)
     fleet = Fleet((), settings.watch, client, queue.publish)
-    links = _Links(settings.forward.keepalive_s)
+    crew = Crew(fleet, open_transport)
     forwarder = Forwarder(
-        worker=links.workers.__getitem__,
-        transports=links.transports,
+        worker=crew.workers.__getitem__,
+        transports=crew.transports,
         config=settings.forward,
         suspect=fleet.saw_failure,
     )
+    crew.on_leave = forwarder.forget
+    light = LightPath(workers=fleet, draining=lambda: queue.draining, config=settings.light)
+    doors = Doors(
+        queue=queue, light=light, forwarder=forwarder, context_tokens=fleet.context_tokens
+    )
+    ways = make_ways(doors, reading(settings.edge, keeps_keys=False), settings.light)
+    roster = Roster(crew, partial(_running, queue, light), settings.discovery.remove_s)
     return _Parts(
         log=log,
         telemetry=telemetry,
@@ -161,32 +189,85 @@ def _build_parts(settings: Settings) -> _Parts:
         queue=queue,
         client=client,
         fleet=fleet,
-        links=links,
-        light=LightPath(workers=fleet, draining=lambda: queue.draining, config=settings.light),
+        crew=crew,
+        light=light,
+        ways=ways,
+        roster=roster,
+        discovery=Discovery(roster.want, fleet.is_up),
         forwarder=forwarder,
+        door=Door(),
     )
 
 
-class _Links:
-    """Every worker's configuration and transport, by id."""
+def _running(queue: CentralQueue, light: LightPath) -> dict[str, int]:
+    """What runs on each worker: sequences of the queue's requests, and requests that skip it."""
+    counts = Counter(queue.running())
+    counts.update(light.running())
+    return dict(counts)
 
-    def __init__(self, keepalive_s: float) -> None:
-        self.workers: dict[str, WorkerConfig] = {}
-        self.transports: dict[str, WorkerTransport] = {}
-        self._keepalive_s = keepalive_s
 
-    def add(self, worker: WorkerConfig) -> None:
-        self.workers[worker.worker_id] = worker
-        self.transports[worker.worker_id] = WorkerTransport(keepalive_s=self._keepalive_s)
+class _Applier:
+    """Gives settings to the parts that can change while they run.
 
-    async def aclose(self) -> None:
-        for transport in self.transports.values():
-            await transport.aclose()
+    Attributes:
+        settings: in use.
+    """
+
+    settings: Settings
+
+    def __init__(self, parts: _Parts, tls: ssl.SSLContext | None) -> None:
+        self._parts = parts
+        self._tls = tls
+
+    def __call__(self, settings: Settings) -> None:
+        """Take checked settings; requests inside go on as they were."""
+        parts = self._parts
+        try:
+            static, keys = settings.worker_configs(), settings.client_keys()
+            certificate = settings.server.certificate()
+            if certificate is not None and self._tls is not None:
+                certificate.load(self._tls)
+        except SettingsError as error:
+            # They were good a moment ago, when they were checked.
+            parts.log.error("settings_not_applied", reason=str(error))
+            return
+        self.settings = settings
+        parts.door.configure(settings.auth, keys)
+        parts.ways.reconfigure(reading(settings.edge, keeps_keys=parts.door.keeps_keys))
+        parts.telemetry.reconfigure(log_requests=settings.edge.log_requests)
+        parts.forwarder.reconfigure(settings.forward)
+        parts.fleet.reconfigure(settings.watch)
+        parts.queue.reconfigure(settings.queue, settings.control)
+        parts.roster.remove_s = settings.discovery.remove_s
+        parts.discovery.configure(static, settings.fleet, settings.discovery)
+
+
+def _tell(parts: _Parts, reloader: Reloader | None) -> None:
+    """Let metrics read the state of the parts."""
+    parts.telemetry.watch(
+        Sources(
+            queue=parts.queue.stats,
+            fleet=parts.fleet.stats,
+            light=lambda: (parts.light.held, dict(parts.light.ended)),
+            retries=lambda: dict(parts.forwarder.retries),
+            handoffs=lambda: dict(parts.forwarder.handoffs),
+            refresh_failures=lambda: parts.refresher.failures,
+        )
+    )
+    parts.telemetry.registry.register(
+        OperationsCollector(
+            Operations(
+                settings=ReloadStats if reloader is None else reloader.stats,
+                sources=parts.discovery.stats,
+                door=parts.door,
+            )
+        )
+    )
 
 
 @asynccontextmanager
 async def _mock_fleet(
-    config: MockConfig, follow: Callable[[WorkerConfig], None]
+    config: MockConfig, embed: Callable[[list[WorkerConfig]], None]
 ) -> AsyncIterator[None]:
     """Serve the embedded mock workers and let them be followed as any worker."""
     worker = MockWorkerConfig(
@@ -199,29 +280,36 @@ async def _mock_fleet(
     names = [(f"mock-{number}", role) for number in range(config.workers)]
     names += [(f"mock-prefill-{n}", Role.PREFILL) for n in range(config.prefill_workers)]
     async with running_mock_workers([worker] * len(names)) as urls:
-        for (worker_id, role), url in zip(names, urls, strict=True):
-            follow(
-                WorkerConfig(
-                    worker_id=worker_id, url=url, batch_limit=config.batch_limit, role=role
-                )
+        if urls:
+            embed(
+                [
+                    WorkerConfig(
+                        worker_id=worker_id, url=url, batch_limit=config.batch_limit, role=role
+                    )
+                    for (worker_id, role), url in zip(names, urls, strict=True)
+                ]
             )
         yield
 
 
 def _lifespan(
-    parts: _Parts, mocks: AbstractAsyncContextManager[None]
+    parts: _Parts, reloader: Reloader | None, mocks: AbstractAsyncContextManager[None]
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     running: dict[str, Run] = {
         "queue": parts.queue.run,
         "prices": parts.refresher.run,
         "fleet": parts.fleet.run,
+        "roster": parts.roster.run,
+        "discovery": parts.discovery.run,
     }
+    if reloader is not None:
+        running["settings"] = reloader.run
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(mocks)
-            stack.push_async_callback(parts.links.aclose)
+            stack.push_async_callback(parts.crew.aclose)
             stack.push_async_callback(parts.client.aclose)
             async with asyncio.TaskGroup() as group:
                 tasks = [

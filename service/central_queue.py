@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from structlog.typing import FilteringBoundLogger
 
+    from service.control.config import ControlConfig
     from service.control.prices import PriceProblem, PriceSolution
     from service.control.router import Router
     from service.control.stats import RouterStats
@@ -223,6 +224,19 @@ class CentralQueue:
             RouterBrokeError: it could not be booked, so nothing would ever start the request.
         """
         self._book(Prefilled(request_id))
+
+    def reconfigure(self, config: QueueConfig, control: ControlConfig) -> None:
+        """Take other settings for queue and router; nobody inside notices."""
+        self._config = config
+        self._router.reconfigure(control)
+
+    def running(self) -> dict[str, int]:
+        """Sequences of our own requests on each worker now, and prompts that one computes or holds."""
+        router = self.stats().router
+        counts = {worker.worker_id: worker.active for worker in router.workers}
+        for one in router.prefillers:
+            counts[one.worker_id] = one.legs + (one.kv_tokens > one.orphaned_kv_tokens)
+        return counts
 
     def drain(self) -> None:
         """Turn new requests away from now on; those inside end as they would."""

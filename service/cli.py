@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Final, NoReturn
 
 import cyclopts
@@ -21,7 +25,9 @@ from service.explain import ExplainError, explain_service
 from service.listener import ListenError, listen
 from service.logs import configure_logging
 from service.mock.command import mock_worker
-from service.settings import Settings, SettingsError, check_environment, describe
+from service.secrets import noting_files
+from service.settings import ENV_PREFIX, Settings, check_environment, known_names
+from service.settings_text import SettingsError, describe
 
 FLAG_ALIASES: Final = {
     "--static-backends": "--workers",
@@ -43,6 +49,10 @@ FLAG_ALIASES: Final = {
 }
 """Other routers' spellings. Values mean the same; --workers also takes commas."""
 VALUE_ALIASES: Final = {"roundrobin": "round_robin"}
+
+
+_arguments: ContextVar[list[str]] = ContextVar("arguments")
+"""The command line that is being run: settings are read from it again when their file changes."""
 
 
 def make_app() -> App:
@@ -71,33 +81,54 @@ def serve(*, settings: Annotated[Settings | None, Parameter(name="*")] = None) -
     configure_logging(settings.server.log_format, settings.server.log_level)
     log = structlog.get_logger("bidgate")
     # Heavy imports wait until they are needed, so that mistakes are answered at once.
-    from service.app import assemble
+    from service.app import Rereading, assemble
+    from service.reload import Loaded
     from service.server import DrainingServer
 
-    service = assemble(settings)
+    def reread() -> Loaded:
+        with noting_files() as files:
+            again = read_settings(_arguments.get())
+            again.check()
+        return Loaded(settings=again, files=frozenset(files))
+
+    # Once more, so that it is known which files there are to look at.
+    rereading = Rereading(loaded=reread(), load=reread, tls=settings.server.tls_context())
+    service = assemble(settings, rereading)
     with listen(settings.server.host, settings.server.port) as listener:
         host, port = listener.getsockname()[:2]
-        log.info("listening", url=f"http://{host}:{port}", policy=settings.control.policy.value)
-        DrainingServer(service, settings.server, log).run(sockets=[listener])
+        scheme = "http" if rereading.tls is None else "https"
+        log.info("listening", url=f"{scheme}://{host}:{port}", policy=settings.control.policy.value)
+        server = DrainingServer(service, settings.server, log, rereading.tls)
+        server.run(sockets=[listener])
 
 
 def check_config(*, settings: Annotated[Settings | None, Parameter(name="*")] = None) -> None:
     """Check settings and print them in full, as YAML that --config reads; secrets are masked."""
     settings = settings or Settings()
-    settings.worker_configs()
+    settings.check()
     values = TypeAdapter(Settings).dump_python(settings, mode="json", exclude={"config"})
     print(yaml.safe_dump(values, sort_keys=False, default_flow_style=False), end="")
 
 
-def explain(address: str = "http://127.0.0.1:8001", /) -> None:
+def explain(
+    address: str = "http://127.0.0.1:8001",
+    /,
+    *,
+    api_key: Annotated[str | None, Parameter(env_var="BIDGATE_EDGE__API_KEY")] = None,
+    ca_file: Path | None = None,
+) -> None:
     """Say in words who is scarce in a running bidgate, and why requests wait.
 
     Parameters
     ----------
     address
         Where it listens.
+    api_key
+        A client's key, where it wants one.
+    ca_file
+        PEM of who signed its certificate, where that is not one of the system's.
     """
-    print(explain_service(address))
+    print(explain_service(address, api_key=api_key, ca_file=ca_file))
 
 
 def main() -> None:
@@ -107,18 +138,53 @@ def main() -> None:
 
 def run(arguments: list[str]) -> None:
     """Run one command line; exits with a status other than 0 when something is wrong."""
+    _arguments.set(arguments)
     try:
         check_environment(os.environ)
-        make_app()(_in_our_words(arguments), exit_on_error=False, print_error=False)
-    except ValidationError as error:
-        _stop(describe(error))
-    except cyclopts.CycloptsError as error:
-        cause = error.__cause__
-        _stop(describe(cause) if isinstance(cause, ValidationError) else _one_line(error))
+        with _mistakes_in_words(arguments):
+            make_app()(_in_our_words(arguments), exit_on_error=False, print_error=False)
     except SettingsError as error:
         _stop(str(error))
     except (ListenError, ExplainError) as error:
         _stop(str(error), status=1)
+
+
+def read_settings(arguments: list[str]) -> Settings:
+    """The settings that a command line, the environment and the file give, read now.
+
+    Raises:
+        SettingsError: they cannot be used; says file, line and field where it can.
+    """
+    with _mistakes_in_words(arguments):
+        _, bound, _ = make_app().parse_args(
+            _in_our_words(arguments), exit_on_error=False, print_error=False
+        )
+        return bound.arguments.get("settings") or Settings()
+
+
+@contextmanager
+def _mistakes_in_words(arguments: list[str]) -> Iterator[None]:
+    """Turn what the libraries say about settings into one line."""
+    try:
+        yield
+    except (ValidationError, cyclopts.CycloptsError) as error:
+        cause = error if isinstance(error, ValidationError) else error.__cause__
+        if isinstance(cause, ValidationError):
+            message = describe(cause, known_names(), _settings_file(arguments))
+        else:
+            message = _one_line(error)
+        raise SettingsError(message) from None
+
+
+def _settings_file(arguments: list[str]) -> Path | None:
+    """The file that the settings name, as far as can be told before they are read."""
+    name = os.environ.get(f"{ENV_PREFIX}CONFIG")
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag == "--config":
+            name = value
+        elif flag.startswith("--config="):
+            name = flag.partition("=")[2]
+    return Path(name) if name else None
 
 
 def _in_our_words(arguments: list[str]) -> list[str]:
@@ -131,7 +197,7 @@ def _in_our_words(arguments: list[str]) -> list[str]:
     return ours
 
 
-def _one_line(error: cyclopts.CycloptsError) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 

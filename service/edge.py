@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
@@ -23,6 +22,7 @@ from structlog.typing import FilteringBoundLogger
 
 from service import surface
 from service.asgi import AsgiReply, with_request_id
+from service.auth import Door, Visit
 from service.central_queue import CentralQueue
 from service.errors import (
     BidgateError,
@@ -32,7 +32,6 @@ from service.errors import (
     OperatorRouteError,
     RefusedError,
     RouterBrokeError,
-    UnauthorizedError,
 )
 from service.exchange import Exchange, Handler
 from service.forwarder import Forwarder
@@ -64,7 +63,7 @@ class EdgeConfig:
     """Bounds and secrets of the front.
 
     Attributes:
-        api_key: clients must send it as a bearer token to every /v1 route; None lets all in.
+        api_key: clients must send it as a bearer token; auth.keys is for several, with limits.
         body_bytes_max: longest request body; longer is a 413.
         body_timeout_s: longest time a body may take to arrive.
         parse_off_loop_bytes: bodies this long are parsed in a thread, so that others do not wait.
@@ -113,33 +112,52 @@ class Doors:
     context_tokens: Callable[[str], int | None]
 
 
-def make_ways(
-    doors: Doors, config: EdgeConfig, light: LightConfig
-) -> Mapping[surface.Way, Handler]:
-    """Build how each kind of proxied route is served."""
-    reading = ReadingConfig(
+def reading(config: EdgeConfig, *, keeps_keys: bool) -> ReadingConfig:
+    """How the proxied routes read bodies.
+
+    Args:
+        config: of the front.
+        keeps_keys: whether clients' keys are for bidgate, and so stay here.
+    """
+    return ReadingConfig(
         bounds=BodyBounds(bytes_max=config.body_bytes_max, timeout_s=config.body_timeout_s),
         off_loop_bytes=config.parse_off_loop_bytes,
         rules=Rules(aliases=config.model_aliases, forward_priority=config.forward_priority),
-        keeps_authorization=config.api_key is None,
+        keeps_authorization=not keeps_keys,
         clients_pin=config.clients_pin,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """How each kind of proxied route is served."""
+
+    queued: QueuedRoute
+    light: LightRoute
+
+    def find(self, way: surface.Way) -> Handler:
+        """Who serves a way."""
+        return self.queued if way is surface.Way.QUEUED else self.light
+
+    def reconfigure(self, config: ReadingConfig) -> None:
+        """Read bodies otherwise, from the next request on."""
+        self.queued.config = self.light.config = config
+
+
+def make_ways(doors: Doors, config: ReadingConfig, light: LightConfig) -> Ways:
+    """Build how each kind of proxied route is served."""
     owners = Owners(entries_max=light.responses_max, ttl_s=light.responses_ttl_s)
     queued = QueuedRoute(
         queue=doors.queue,
         forwarder=doors.forwarder,
         owners=owners,
         context_tokens=doors.context_tokens,
-        config=reading,
+        config=config,
     )
     straight = LightRoute(
-        light=doors.light, forwarder=doors.forwarder, owners=owners, config=reading
+        light=doors.light, forwarder=doors.forwarder, owners=owners, config=config
     )
-    return {
-        surface.Way.QUEUED: queued,
-        surface.Way.LIGHT: straight,
-        surface.Way.STORED: straight,
-    }
+    return Ways(queued=queued, light=straight)
 
 
 class Edge:
@@ -149,18 +167,18 @@ class Edge:
         self,
         app: ASGIApp,
         *,
-        ways: Mapping[surface.Way, Handler],
+        ways: Ways,
         telemetry: Telemetry,
-        config: EdgeConfig,
+        door: Door,
+        config: Callable[[], EdgeConfig],
         log: FilteringBoundLogger,
     ) -> None:
         self._app = app
         self._ways = ways
         self._telemetry = telemetry
+        self._door = door
         self._config = config
         self._log = log
-        key = config.api_key
-        self._key = None if key is None else key.get_secret_value().encode()
         self._prefix = os.urandom(6).hex()
         self._count = itertools.count(1)
 
@@ -171,10 +189,12 @@ class Edge:
             return
         request_id = self._request_id(scope["headers"])
         route = find_route(scope["path"])
-        reply = AsgiReply(send, request_id, tells=self._config.response_headers)
+        reply = AsgiReply(send, request_id, tells=self._config().response_headers)
         reply.anthropic = route.api is Api.MESSAGES
+        now_s = asyncio.get_running_loop().time()
+        limited = route.way is not surface.Way.HERE and scope["method"] == "POST"
         try:
-            self._check_key(scope, route)
+            visit = self._door.admit(scope["path"], scope["headers"], now_s, limited=limited)
             self._check_method(scope["method"], route)
         except ClientError as error:
             await reply.fail(error)
@@ -182,23 +202,24 @@ class Edge:
         if route.way is surface.Way.HERE:
             await self._app(scope, receive, with_request_id(send, request_id))
             return
-        await self._serve(
-            Exchange(
+        with visit:
+            exchange = Exchange(
                 scope=scope,
                 receive=receive,
                 reply=reply,
                 route=route,
                 record=RequestRecord(request_id=request_id.decode(), path=scope["path"]),
-                arrival_s=asyncio.get_running_loop().time(),
+                arrival_s=now_s,
+                tenant=visit.tenant,
             )
-        )
+            await self._serve(exchange, visit)
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _serve(self, exchange: Exchange, visit: Visit) -> None:
         """Relay, answer what went wrong, and record how it ended."""
         reply, record = exchange.reply, exchange.record
         error: BaseException | None = None
         try:
-            await self._ways[exchange.route.way].relay(exchange)
+            await self._ways.find(exchange.route.way).relay(exchange)
         except BidgateError as known:
             error = known
         except asyncio.CancelledError as cancelled:
@@ -208,24 +229,14 @@ class Edge:
             error = RouterBrokeError("internal error")
             self._log.exception("request_failed", request_id=record.request_id, exc_info=unknown)
         finally:
-            _conclude(exchange, error, asyncio.get_running_loop().time())
+            now_s = asyncio.get_running_loop().time()
+            _conclude(exchange, error, now_s)
             self._telemetry.observe_request(record)
+            visit.spend(_tokens(record), now_s)
         if reply.status or not isinstance(error, BidgateError):
             return
         if not isinstance(error, ClientGoneError):
             await reply.fail(error)
-
-    def _check_key(self, scope: Scope, route: Route) -> None:
-        """Every proxied route needs the key, and every one of ours below /v1/."""
-        here = route.way is surface.Way.HERE
-        if self._key is None or (here and not scope["path"].startswith("/v1/")):
-            return
-        bearer = first(scope["headers"], b"authorization") or b""
-        sent = bearer.removeprefix(b"Bearer ") if bearer.startswith(b"Bearer ") else b""
-        # Anthropic's clients have a header of their own.
-        own = first(scope["headers"], b"x-api-key") or b""
-        if not hmac.compare_digest(sent or own, self._key):
-            raise UnauthorizedError("missing or wrong API key")
 
     def _check_method(self, method: str, route: Route) -> None:
         if route.way is surface.Way.OPERATORS:
@@ -268,3 +279,8 @@ def _conclude(exchange: Exchange, error: BaseException | None, now_s: float) -> 
             record.outcome = "failed"
     elif reply.status:
         record.status = reply.status
+
+
+def _tokens(record: RequestRecord) -> int:
+    """Tokens that a request cost its tenant; one that never started cost nothing."""
+    return (record.prompt_tokens or 0) + (record.decode_tokens or 0) if record.starts else 0

@@ -8,7 +8,11 @@
     |   |-- UnauthorizedError       401 authentication_error
     |   |-- OperatorRouteError      403 permission_error
     |   |-- MethodNotAllowedError   405 invalid_request_error
-    |   `-- UnknownResponseError    404 not_found_error: no worker is known to hold it
+    |   |-- UnknownResponseError    404 not_found_error: no worker is known to hold it
+    |   |-- RateLimitedError        429 rate_limit_error
+    |   |-- NoSuchRouteError        404 not_found_error
+    |   |-- NoSuchWorkerError       404 not_found_error, to the operator
+    |   `-- WorkerConflictError     409 invalid_request_error, to the operator
     |-- ClientGoneError             499 in logs only: nobody is left to read an answer
     |-- RefusedError(reason)            REFUSAL_ANSWERS, one row per Refusal
     |-- DeadlineExceededError       504 timeout_error: the client's own deadline has passed
@@ -166,6 +170,30 @@ class DeadlineExceededError(BidgateError):
     """The client's own deadline has passed."""
 
     answer = Answer(504, "timeout_error", "deadline_exceeded")
+
+
+class RateLimitedError(ClientError):
+    """The API key's limits are reached."""
+
+    answer = Answer(429, "rate_limit_error", "rate_limit_exceeded", retry=True)
+
+
+class NoSuchRouteError(ClientError):
+    """The route is not served under these settings."""
+
+    answer = Answer(404, "not_found_error")
+
+
+class NoSuchWorkerError(ClientError):
+    """The operator names a worker that is not in the fleet."""
+
+    answer = Answer(404, "not_found_error", "no_such_worker")
+
+
+class WorkerConflictError(ClientError):
+    """The operator adds a worker whose id or URL is another's."""
+
+    answer = Answer(409, "invalid_request_error", "worker_conflict")
 
 
 class ClientGoneError(BidgateError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 from urllib.parse import quote
 
@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope
 
 from service.asgi import AsgiReply
 from service.headers import RawHeaders
+from service.hints import HeaderFacts, read_headers
 from service.surface import Route
 from service.telemetry import RequestRecord
 
@@ -23,6 +24,7 @@ class Exchange:
         route: where its path leads.
         record: what will be told about it.
         arrival_s: when it was here as a whole, on the loop's clock; before, when it began.
+        tenant: whom its API key stands for; "" when it does not say.
     """
 
     scope: Scope
@@ -31,6 +33,16 @@ class Exchange:
     route: Route
     record: RequestRecord
     arrival_s: float
+    tenant: str = ""
+
+    def hints(self) -> HeaderFacts:
+        """What the headers say; whom a key stands for is not for its holder to say.
+
+        Raises:
+            BadRequestError: one of them makes no sense.
+        """
+        hints = read_headers(self.headers)
+        return replace(hints, tenant=self.tenant) if self.tenant else hints
 
     @property
     def headers(self) -> RawHeaders:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import httpx
@@ -31,18 +33,31 @@ class Scarcity:
     prefillers: tuple[PrefillStats, ...] = ()
 
 
-def explain_service(address: str) -> str:
+def explain_service(
+    address: str, *, api_key: str | None = None, ca_file: Path | None = None
+) -> str:
     """Ask the service at an address (http://host:port) and put its answer into words.
+
+    Args:
+        address: where it listens.
+        api_key: a client's key, where it wants one.
+        ca_file: PEM of who signed its certificate; None for those that the system trusts.
 
     Raises:
         ExplainError: it does not answer, or something else does.
     """
     address = address if "://" in address else f"http://{address}"
     try:
-        response = httpx.get(f"{address.rstrip('/')}/scarcity", timeout=TIMEOUT_S, trust_env=False)
+        response = httpx.get(
+            f"{address.rstrip('/')}/scarcity",
+            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
+            verify=True if ca_file is None else ssl.create_default_context(cafile=str(ca_file)),
+            timeout=TIMEOUT_S,
+            trust_env=False,
+        )
         response.raise_for_status()
         return explain(TypeAdapter(Scarcity).validate_json(response.content))
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         raise ExplainError(f"{address} does not answer: {error}") from error
     except ValidationError as error:
         raise ExplainError(f"{address} is no bidgate") from error

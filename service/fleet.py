@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from service.worker_config import WorkerConfig
     from service.worker_probe import ModelCard
 
-WORKERS_MAX: Final = 4096
+WORKERS_MAX: Final = 8192
+"""Those that leave are among them for a while."""
 
 
 class Fleet:
@@ -106,10 +107,42 @@ class Fleet:
         task = self._tasks.get(watch)
         if task is None:
             return
-        worker.leave()
-        if watch.empty:
-            del self._tasks[watch]
-            task.cancel()
+        if worker.introduced:
+            worker.leave()
+        self._end_if_empty(watch)
+
+    def replace(self, worker: WorkerConfig) -> None:
+        """Follow a worker anew under another configuration; its requests go on.
+
+        It counts as down until it has answered, so that nothing starts on what is not known.
+
+        Raises:
+            KeyError: it is not in the fleet.
+        """
+        old = self._watches.pop(worker.worker_id)
+        drained = old.remove(worker.worker_id).draining
+        self._end_if_empty(old)
+        self.add(worker)
+        self.drain(worker.worker_id, on=drained)
+
+    def drain(self, worker_id: str, *, on: bool) -> None:
+        """Start nothing more on a worker, or start again.
+
+        Raises:
+            KeyError: it is not in the fleet.
+        """
+        self._watches[worker_id].drain(worker_id, on=on)
+
+    def reconfigure(self, config: WatchConfig) -> None:
+        """Take other pauses and limits for all watches, from their next question on."""
+        self._config = config
+        for watch in self._servers():
+            watch.reconfigure(config)
+
+    def is_up(self, worker_id: str) -> bool:
+        """Whether a worker's server answers, whether or not requests are started on it."""
+        watch = self._watches.get(worker_id)
+        return watch is not None and watch.up
 
     def saw_failure(self, worker_id: str) -> None:
         """Requests to the worker fail: take its server out until it answers a health check."""
@@ -162,6 +195,10 @@ class Fleet:
         if worker.data_parallel_rank is None:
             return None
         return next((watch for watch in self._watches.values() if watch.has_rank_of(worker)), None)
+
+    def _end_if_empty(self, watch: WorkerWatch) -> None:
+        if watch.empty and watch in self._tasks:
+            self._tasks.pop(watch).cancel()
 
     def _start(self, watch: WorkerWatch) -> None:
         if self._group is None:

@@ -111,8 +111,19 @@ class Forwarder:
         self._first_leg = PrefillLeg(self._send)
         self._failures_in_a_row: Counter[str] = Counter()
         self._urls: dict[str, httpx.URL] = {}
+        self.reconfigure(config)
+
+    def reconfigure(self, config: ForwardConfig) -> None:
+        """Take other bounds, from the next request on."""
+        self._config = config
         timeout_s = httpx.Timeout(None, connect=config.connect_timeout_s)
         self._extensions = {"timeout": timeout_s.as_dict()}
+
+    def forget(self, worker: WorkerConfig) -> None:
+        """Drop what is remembered about a worker that left."""
+        self._failures_in_a_row.pop(worker.worker_id, None)
+        for text in [text for text in self._urls if text.startswith(worker.url)]:
+            del self._urls[text]
 
     async def relay(self, call: Call, placement: Place, reply: Reply) -> None:
         """Send a placed request to its worker and the response to the client.

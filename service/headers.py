@@ -28,9 +28,11 @@ _NOT_TO_WORKER: Final = _HOP_BY_HOP | {
     *(b"host", b"content-length", b"expect", b"x-request-id"),
     DATA_PARALLEL_RANK,
 }
-CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
 # Made anew for the client by the server or the edge.
 _NOT_TO_CLIENT: Final = _HOP_BY_HOP | {b"date", b"x-request-id"}
+
+CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
+"""Where clients put keys; those that are bidgate's own go no further."""
 
 
 def to_worker(headers: RawHeaders, *, streams: bool, drop_authorization: bool) -> RawHeaders:

@@ -95,6 +95,10 @@ class LightPath:
         """Light requests at workers now."""
         return self._held.total()
 
+    def running(self) -> dict[str, int]:
+        """Light requests at each worker now."""
+        return dict(self._held)
+
     def candidates(self, model: str) -> Sequence[Candidate]:
         """Workers that could take a request for a model."""
         return self._workers.candidates(model)

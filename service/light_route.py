@@ -15,7 +15,6 @@ from service.errors import UnknownResponseError
 from service.exchange import Exchange
 from service.forwarder import Forwarder
 from service.headers import first, to_worker
-from service.hints import read_headers
 from service.intake import read_light_body
 from service.light import LightPath, Wanted
 from service.owners import Owners
@@ -28,7 +27,11 @@ JSON: Final = b"application/json"
 
 
 class LightRoute:
-    """Serves requests that hold no decode slot for long."""
+    """Serves requests that hold no decode slot for long.
+
+    Attributes:
+        config: how bodies are read; may change between requests.
+    """
 
     def __init__(
         self, *, light: LightPath, forwarder: Forwarder, owners: Owners, config: ReadingConfig
@@ -36,12 +39,12 @@ class LightRoute:
         self._light = light
         self._forwarder = forwarder
         self._owners = owners
-        self._config = config
+        self.config = config
 
     async def relay(self, exchange: Exchange) -> None:
         """Read as much as must be known, find a worker, relay."""
         exchange.record.light = True
-        hints = read_headers(exchange.headers)
+        hints = exchange.hints()
         exchange.record.tenant = hints.tenant
         call = Call(
             path=exchange.target,
@@ -55,27 +58,27 @@ class LightRoute:
         )
         media = (first(exchange.headers, b"content-type") or b"").partition(b";")[0].strip().lower()
         if media == FORM:
-            await self._relay_form(call, exchange, self._config.pin(hints))
+            await self._relay_form(call, exchange, self.config.pin(hints))
         elif media == JSON or media.endswith(b"+json"):
-            await self._relay_json(call, exchange, self._config.pin(hints))
+            await self._relay_json(call, exchange, self.config.pin(hints))
         else:
-            await self._relay_bytes(call, exchange, self._config.pin(hints))
+            await self._relay_bytes(call, exchange, self.config.pin(hints))
 
     def _headers(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
         headers = to_worker(
             exchange.headers,
             streams=False,
-            drop_authorization=not self._config.keeps_authorization,
+            drop_authorization=not self.config.keeps_authorization,
         )
         headers.append((b"x-request-id", exchange.record.request_id.encode()))
         return headers
 
     async def _relay_json(self, call: Call, exchange: Exchange, pin: str) -> None:
-        body = await read_whole(exchange.headers, exchange.receive, self._config.bounds)
+        body = await read_whole(exchange.headers, exchange.receive, self.config.bounds)
         exchange.arrived(asyncio.get_running_loop().time())
         async with while_client_stays(exchange.receive, exchange.reply):
-            rules = self._config.rules
-            if len(body) < self._config.off_loop_bytes:
+            rules = self.config.rules
+            if len(body) < self.config.off_loop_bytes:
                 model, body = read_light_body(body, rules)
             else:
                 model, body = await asyncio.to_thread(read_light_body, body, rules)
@@ -83,12 +86,12 @@ class LightRoute:
 
     async def _relay_form(self, call: Call, exchange: Exchange, pin: str) -> None:
         """Read a form up to its model, then let the rest flow."""
-        self._config.bounds.check_announced(exchange.headers)
+        self.config.bounds.check_announced(exchange.headers)
         field = ModelField(first(exchange.headers, b"content-type") or b"")
-        upload = Upload(exchange.receive, self._config.bounds)
+        upload = Upload(exchange.receive, self.config.bounds)
         await upload.read_head(field.feed)
         model = field.value.decode("utf-8", "replace")
-        served = self._config.rules.aliases.get(model, model)
+        served = self.config.rules.aliases.get(model, model)
         grown_bytes = 0
         if served != model:
             head = field.replaced(bytes(upload.head), served.encode())
@@ -98,8 +101,8 @@ class LightRoute:
 
     async def _relay_bytes(self, call: Call, exchange: Exchange, pin: str) -> None:
         """Let any other body flow; without one there is nothing to wait for."""
-        self._config.bounds.check_announced(exchange.headers)
-        upload = Upload(exchange.receive, self._config.bounds)
+        self.config.bounds.check_announced(exchange.headers)
+        upload = Upload(exchange.receive, self.config.bounds)
         await upload.read_head(lambda _: True)
         await self._flow(call, upload, self._wanted(exchange, "", pin), exchange, 0)
 

@@ -15,7 +15,7 @@ from service.control.events import Request
 from service.exchange import Exchange
 from service.forwarder import Forwarder
 from service.headers import RawHeaders, to_worker
-from service.hints import HeaderFacts, read_headers
+from service.hints import HeaderFacts
 from service.intake import BodyFacts, Rules, read_body
 from service.owners import Owner, Owners
 from service.placement import Placement
@@ -53,7 +53,11 @@ class ReadingConfig:
 
 
 class QueuedRoute:
-    """Serves requests that generate."""
+    """Serves requests that generate.
+
+    Attributes:
+        config: how bodies are read; may change between requests.
+    """
 
     def __init__(
         self,
@@ -68,17 +72,17 @@ class QueuedRoute:
         self._forwarder = forwarder
         self._owners = owners
         self._context_tokens = context_tokens
-        self._config = config
+        self.config = config
 
     async def relay(self, exchange: Exchange) -> None:
         """Read, wait for a worker, relay."""
         stopwatch, record = self._queue.stopwatch, exchange.record
-        body = await read_whole(exchange.headers, exchange.receive, self._config.bounds)
+        body = await read_whole(exchange.headers, exchange.receive, self.config.bounds)
         exchange.arrived(asyncio.get_running_loop().time())
         began_s = stopwatch()
         async with while_client_stays(exchange.receive, exchange.reply):
             facts = await self._parse(body, exchange.route.api)
-            hints = read_headers(exchange.headers)
+            hints = exchange.hints()
             owner = self._owner(facts)
             request = self._as_request(exchange, facts, hints, owner)
             record.model = facts.model[:MODEL_LABEL_CHARS_MAX]
@@ -119,9 +123,9 @@ class QueuedRoute:
         return self._owners.find(facts.previous, asyncio.get_running_loop().time())
 
     async def _parse(self, body: bytes, api: Api) -> BodyFacts:
-        if len(body) < self._config.off_loop_bytes:
-            return read_body(body, api, self._config.rules)
-        return await asyncio.to_thread(read_body, body, api, self._config.rules)
+        if len(body) < self.config.off_loop_bytes:
+            return read_body(body, api, self.config.rules)
+        return await asyncio.to_thread(read_body, body, api, self.config.rules)
 
     def _as_request(
         self, exchange: Exchange, facts: BodyFacts, hints: HeaderFacts, owner: Owner | None
@@ -145,7 +149,7 @@ class QueuedRoute:
             e2e_bound_s=hints.e2e_bound_s,
             max_wait_s=hints.max_wait_s,
             streams=facts.streams,
-            pinned_worker=self._config.pin(hints) if owner is None else owner.worker_id,
+            pinned_worker=self.config.pin(hints) if owner is None else owner.worker_id,
             whole=facts.whole or not exchange.target.startswith(SPLIT_PATHS),
         )
 
@@ -163,7 +167,7 @@ class QueuedRoute:
             exchange.headers,
             # The id of a response is read as it passes, so it must be readable.
             streams=facts.streams or api is Api.RESPONSES,
-            drop_authorization=not self._config.keeps_authorization,
+            drop_authorization=not self.config.keeps_authorization,
         )
         headers.append((b"x-request-id", exchange.record.request_id.encode()))
         deadline_s = None if hints.deadline_s is None else exchange.arrival_s + hints.deadline_s

@@ -7,6 +7,7 @@ finish within the limit; then the process exits with 0. A second signal ends it 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from types import FrameType
 from typing import Final
 
@@ -24,7 +25,13 @@ LAST_BYTES_S: Final = 2
 class DrainingServer(uvicorn.Server):
     """uvicorn that lets requests finish before it closes its ears."""
 
-    def __init__(self, service: Service, config: ServerConfig, log: FilteringBoundLogger) -> None:
+    def __init__(
+        self,
+        service: Service,
+        config: ServerConfig,
+        log: FilteringBoundLogger,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 service.app,
@@ -39,6 +46,7 @@ class DrainingServer(uvicorn.Server):
                 backlog=BACKLOG,
                 timeout_keep_alive=config.client_keepalive_s,
                 timeout_graceful_shutdown=LAST_BYTES_S,
+                ssl_context_factory=None if tls is None else lambda *_: tls,
             )
         )
         self._service = service

@@ -1,22 +1,20 @@
 """The settings: one frozen model, read once. Flags > environment BIDGATE_* > YAML file > defaults.
 
 Every group is the plain dataclass of the part it configures, so a knob is named in one place.
-Here are the groups of the process itself, the sources, and errors in words.
+Here are the groups of the process itself and the sources; errors in words are settings_text.py's.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
+import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Final, get_type_hints
 
-import orjson
-import yaml
 from cyclopts import Group, Parameter
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -25,25 +23,29 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from service.auth_settings import AuthConfig, ClientKey, client_keys
 from service.central_queue import QueueConfig
 from service.control.config import ControlConfig
 from service.control.events import Role
+from service.discovery.config import (
+    DiscoveryConfig,
+    DnsConfig,
+    KubernetesConfig,
+    require_kubernetes,
+)
 from service.edge import EdgeConfig
 from service.fleet_types import WatchConfig
 from service.forwarder import ForwardConfig
 from service.light import LightConfig
 from service.logs import LogFormat, LogLevel
 from service.mock.profiles import LLAMA_3_8B_A100, PROFILES
+from service.secrets import Secret
+from service.settings_text import SettingsError, listed, nearest, read_yaml
+from service.tls import Certificate, TlsVersion, server_context
 from service.worker_config import WorkerConfig
 from service.worker_settings import FleetConfig, WorkerEntry, WorkerSettings, worker_config
 
 ENV_PREFIX: Final = "BIDGATE_"
-UNION_BRANCHES: Final = ("str", "WorkerSettings")
-UNKNOWN_KINDS: Final = ("extra_forbidden", "unexpected_keyword_argument")
-
-
-class SettingsError(Exception):
-    """The settings cannot be used; the message is one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,11 @@ class ServerConfig:
         log_level: the least severe lines that are written.
         client_keepalive_s: idle connections of clients are closed after this many seconds.
         drain_s: on SIGTERM, how many seconds queued and running requests may take to end.
+        tls_cert_file: PEM certificate, with those between it and the root; then https is served.
+        tls_key_file: PEM private key; left out when it stands in tls_cert_file.
+        tls_key_password: of the private key.
+        tls_min_version: oldest TLS that clients may use.
+        tls_client_ca_file: PEM; with it, clients must show a certificate signed by one of these.
     """
 
     host: str = "127.0.0.1"
@@ -65,6 +72,11 @@ class ServerConfig:
     log_level: LogLevel = LogLevel.INFO
     client_keepalive_s: int = 75
     drain_s: float = 30.0
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_key_password: Secret | None = None
+    tls_min_version: TlsVersion = TlsVersion.TLS_1_2
+    tls_client_ca_file: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuse ports and times that are none."""
@@ -72,6 +84,30 @@ class ServerConfig:
             raise ValueError(f"port must be in 0..65535, got {self.port}")
         if self.client_keepalive_s < 1 or self.drain_s < 0:
             raise ValueError("client_keepalive_s must be at least 1 and drain_s at least 0")
+        if self.tls_cert_file is None and (self.tls_key_file or self.tls_client_ca_file):
+            raise ValueError("tls_key_file and tls_client_ca_file need a tls_cert_file")
+
+    def certificate(self) -> Certificate | None:
+        """The listener's certificate; None where plain HTTP is served."""
+        if self.tls_cert_file is None:
+            return None
+        password = self.tls_key_password
+        return Certificate(
+            self.tls_cert_file,
+            self.tls_key_file,
+            None if password is None else password.get_secret_value(),
+        )
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """TLS of the listener; None where plain HTTP is served.
+
+        Raises:
+            SettingsError: a file cannot be used.
+        """
+        certificate = self.certificate()
+        if certificate is None:
+            return None
+        return server_context(certificate, self.tls_min_version, self.tls_client_ca_file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,12 +179,16 @@ class Settings(BaseSettings):
     fleet: Annotated[FleetConfig, Parameter(name="*", group=Group("Workers", sort_key=1))] = (
         FleetConfig()
     )
+    discovery: Annotated[
+        DiscoveryConfig, Parameter(name="*", group=Group("Workers", sort_key=1))
+    ] = DiscoveryConfig()
     mock: Annotated[MockConfig, Parameter(name="*", group=Group("Mock workers", sort_key=2))] = (
         MockConfig()
     )
     server: Annotated[ServerConfig, Parameter(name="*", group=Group("Server", sort_key=3))] = (
         ServerConfig()
     )
+    auth: Annotated[AuthConfig, Parameter(name="*", group=Group("Keys", sort_key=4))] = AuthConfig()
     edge: Annotated[EdgeConfig, Parameter(name="*", group=Group("Requests", sort_key=4))] = (
         EdgeConfig()
     )
@@ -172,15 +212,7 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: object) -> object:
         """Accept one string with commas or spaces between, or JSON, as the environment gives it."""
-        if isinstance(value, str) and value.lstrip().startswith("["):
-            return orjson.loads(value)
-        parts = [value] if isinstance(value, str) else value
-        if not isinstance(parts, list | tuple):
-            return value
-        split: list[object] = []
-        for part in parts:
-            split.extend(part.replace(",", " ").split() if isinstance(part, str) else [part])
-        return split
+        return listed(value)
 
     @classmethod
     def settings_customise_sources(
@@ -195,7 +227,11 @@ class Settings(BaseSettings):
         path = init_settings().get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
         if not path:
             return init_settings, env_settings
-        return init_settings, env_settings, InitSettingsSource(settings_cls, _read_yaml(Path(path)))
+        return (
+            init_settings,
+            env_settings,
+            InitSettingsSource(settings_cls, _read_settings_file(Path(path))),
+        )
 
     def worker_configs(self) -> tuple[WorkerConfig, ...]:
         """The configured workers, ranks apart, with the fleet's values where they have none.
@@ -218,13 +254,15 @@ class Settings(BaseSettings):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise SettingsError(f"workers: {twice} is listed twice")
-        if not workers and not self.mock.workers:
+        if not workers and not self.mock.workers and not self._finds_workers:
             raise SettingsError("no workers: give --workers URL... or --mock N")
         self._check_roles(workers)
         return workers
 
     def _check_roles(self, workers: tuple[WorkerConfig, ...]) -> None:
         """Refuse half a pair: prefills that nobody fetches, decode workers nobody prefills for."""
+        if self._finds_workers:
+            return
         roles = {worker.role for worker in workers}
         if self.mock.workers:
             roles.add(Role.DECODE if self.mock.prefill_workers else Role.BOTH)
@@ -236,6 +274,32 @@ class Settings(BaseSettings):
                     f"workers: there are {one} workers and no {other} workers; give"
                     f" --{other}-workers URL... or another role"
                 )
+
+    def client_keys(self) -> tuple[ClientKey, ...]:
+        """Every client's key, that of `edge.api_key` among them.
+
+        Raises:
+            SettingsError: the file of keys cannot be used.
+        """
+        plain = () if self.edge.api_key is None else (ClientKey(key=self.edge.api_key),)
+        return (*client_keys(self.auth), *plain)
+
+    def check(self) -> None:
+        """Read everything that the settings name, as the service would.
+
+        Raises:
+            SettingsError: something of it cannot be used.
+        """
+        self.worker_configs()
+        self.client_keys()
+        self.server.tls_context()
+        if self.discovery.kubernetes:
+            require_kubernetes()
+
+    @property
+    def _finds_workers(self) -> bool:
+        """Whether workers may come later: from a source, or from the operator."""
+        return not self.discovery.is_empty or self.auth.admin_key is not None
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
@@ -249,25 +313,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
     known |= {ENV_PREFIX + name.upper() for name in Settings.model_fields}
     for name in sorted(environ):
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
-            raise SettingsError(f"unknown setting {name}{_nearest(name.upper(), known)}")
-
-
-def describe(error: ValidationError) -> str:
-    """Say in one line what is wrong with the settings; secrets are not repeated."""
-    problems = error.errors(include_url=False)
-    # A worker may be a URL or a mapping; the deeper complaint is about what was meant.
-    first = max(problems, key=lambda problem: len(problem["loc"]))
-    name = ".".join(str(part) for part in first["loc"] if part not in UNION_BRANCHES)
-    if first["type"] in UNKNOWN_KINDS:
-        without_index = ".".join(part for part in name.split(".") if not part.isdigit())
-        line = f"unknown setting {name}{_nearest(without_index, set(setting_names()))}"
-    else:
-        message = first["msg"].removeprefix("Value error, ")
-        line = f"{name}: {message[:1].lower()}{message[1:]}"
-        if not isinstance(first["input"], dict) and "key" not in name:
-            line += f", got {first['input']!r}"
-    more = len(problems) - 1
-    return f"{line} (and {more} more)" if more else line
+            raise SettingsError(f"unknown setting {name}{nearest(name.upper(), known)}")
 
 
 def setting_names() -> Iterator[str]:
@@ -281,6 +327,18 @@ def setting_names() -> Iterator[str]:
     yield from _field_names(WorkerSettings, "workers.")
 
 
+def known_names() -> set[str]:
+    """Setting names and those inside the entries of lists, to suggest the nearest."""
+    names = set(setting_names())
+    for prefix, group in (
+        ("auth.keys.", ClientKey),
+        ("discovery.dns.", DnsConfig),
+        ("discovery.kubernetes.", KubernetesConfig),
+    ):
+        names.update(_field_names(group, prefix))
+    return names
+
+
 def _field_names(group: type, prefix: str) -> Iterator[str]:
     hints = get_type_hints(group)
     for spec in fields(group):
@@ -290,19 +348,8 @@ def _field_names(group: type, prefix: str) -> Iterator[str]:
             yield f"{prefix}{spec.name}"
 
 
-def _nearest(name: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _read_yaml(path: Path) -> dict[str, object]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read {path}: {error}") from error
-    except yaml.YAMLError as error:
-        words = " ".join(str(error).split())
-        raise SettingsError(f"{path} is not valid YAML: {words}") from error
+def _read_settings_file(path: Path) -> dict[str, object]:
+    values = read_yaml(path)
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

@@ -60,6 +60,7 @@ class RequestRecord:
     request_id: str
     path: str
     model: str = ""
+    tenant: str = ""
     status: int = 499
     outcome: str = Outcome.CANCELLED
     reason: str = ""
@@ -73,7 +74,6 @@ class RequestRecord:
     prompt_tokens: int | None = None
     decode_tokens: int | None = None
     light: bool = False
-    tenant: str = ""
     upload_s: float | None = None
 
 
@@ -149,6 +149,10 @@ class Telemetry:
                 histogram.observe(value)
         if self._log_requests:
             self._log.info("request", **_line(record))
+
+    def reconfigure(self, *, log_requests: bool) -> None:
+        """Write a line for each request from now on, or none."""
+        self._log_requests = log_requests
 
     def watch(self, sources: Sources) -> None:
         """Add the state of queue, router and fleet to the page."""

@@ -46,6 +46,8 @@ class WatchedWorker:
         report: the last one that was published.
         restarts: how often the engine's counters or start time said that it was restarted.
         exists: False once a page that shows every engine did not show this rank.
+        draining: whether it takes no new requests while it is up.
+        introduced: whether the controller knows it.
     """
 
     def __init__(self, config: WorkerConfig, publish: Publish, log: FilteringBoundLogger) -> None:
@@ -54,6 +56,8 @@ class WatchedWorker:
         self.report = WorkerReport()
         self.restarts = 0
         self.exists = True
+        self.draining = False
+        self.introduced = False
         self._publish = publish
         self._reports = EngineReports(config)
         self._log = log.bind(worker=config.worker_id)
@@ -61,6 +65,7 @@ class WatchedWorker:
     def join(self) -> None:
         """Introduce the worker to the controller, down until its server has answered."""
         self.state = WorkerState.DOWN
+        self.introduced = True
         spec = WorkerSpec(
             worker_id=self.config.worker_id,
             batch_limit=self.config.batch_limit,
@@ -75,11 +80,13 @@ class WatchedWorker:
         self._publish(WorkerGone(self.config.worker_id))
 
     def come_up(self) -> None:
-        """Let requests be started, unless the rank does not exist."""
-        if self.exists and self.state is not WorkerState.UP:
-            self.state = WorkerState.UP
-            self._log.info("worker_up", batch_limit=self.config.batch_limit)
-            self._publish(WorkerChanged(self.config.worker_id, WorkerState.UP))
+        """Let requests be started, unless the rank drains or does not exist."""
+        state = WorkerState.DRAINING if self.draining else WorkerState.UP
+        if self.exists and self.state is not state:
+            if self.state is WorkerState.DOWN:
+                self._log.info("worker_up", batch_limit=self.config.batch_limit)
+            self.state = state
+            self._publish(WorkerChanged(self.config.worker_id, state))
 
     def go_down(self) -> None:
         """Let no more requests be started."""

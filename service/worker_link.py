@@ -11,6 +11,8 @@ import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
+from service.address_guard import GuardedResolver
+
 BROKEN: Final = (httpx.HTTPError, httpx.StreamError, aiohttp.ClientError, OSError)
 """What a transport may raise while a response is read."""
 AUTO_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")
@@ -23,12 +25,20 @@ class WorkerTransport(AiohttpTransport):
     alike, and lets a garbled response out as aiohttp's own error. Here ConnectError and
     ConnectTimeout mean that no connection was made, hence nothing was sent; what came later is a
     ReadError or a RemoteProtocolError. Whether a generation runs twice hangs on that difference.
+
+    Args:
+        keepalive_s: idle connections are dropped after this.
+        link_local: whether names may lead to link-local and metadata addresses.
     """
 
-    def __init__(self, *, keepalive_s: float) -> None:
+    def __init__(self, *, keepalive_s: float, link_local: bool = True) -> None:
         def open_session() -> aiohttp.ClientSession:
             return aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive_s),
+                connector=aiohttp.TCPConnector(
+                    limit=0,
+                    keepalive_timeout=keepalive_s,
+                    resolver=None if link_local else GuardedResolver(),
+                ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=AUTO_HEADERS,
                 trust_env=False,

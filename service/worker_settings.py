@@ -7,8 +7,11 @@ discovery source and in the body of the admin API; `worker_config` makes the pla
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
+from pydantic import ConfigDict
+
+from service.address_guard import check_url
 from service.control.events import Role
 from service.secrets import Secret
 from service.worker_config import RANKS_MAX, WorkerConfig
@@ -24,11 +27,14 @@ class FleetConfig:
         data_parallel_size: ranks behind each URL (vLLM's --data-parallel-size, or
             --data-parallel-size-local with --data-parallel-hybrid-lb); each rank is a worker of
             its own.
+        allow_link_local: let workers be at link-local and metadata addresses, which are refused
+            as long as nobody means them.
     """
 
     max_num_seqs: int = 256
     worker_api_key: Secret | None = None
     data_parallel_size: int = 1
+    allow_link_local: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a batch of nothing, and no rank at all."""
@@ -51,6 +57,8 @@ class WorkerTemplate:
         api_key: bearer token for them.
         data_parallel_size: ranks behind each URL; the limits above are those of one rank.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     batch_limit: int | None = None
     kv_capacity_tokens: int | None = None
@@ -99,7 +107,7 @@ def worker_config(entry: WorkerEntry, fleet: FleetConfig) -> WorkerConfig:
     url = one.url.rstrip("/").removesuffix("/v1")
     key = one.api_key or fleet.worker_api_key
     ranks = one.data_parallel_size
-    return WorkerConfig(
+    worker = WorkerConfig(
         worker_id=one.id or url.partition("://")[2],
         url=url,
         batch_limit=fleet.max_num_seqs if one.batch_limit is None else one.batch_limit,
@@ -109,3 +117,6 @@ def worker_config(entry: WorkerEntry, fleet: FleetConfig) -> WorkerConfig:
         api_key=None if key is None else key.get_secret_value(),
         data_parallel_size=fleet.data_parallel_size if ranks is None else ranks,
     )
+    if not fleet.allow_link_local:
+        check_url(url)
+    return worker

@@ -9,7 +9,7 @@ worker_probe.py for how it is asked, watched_worker.py for what is published.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -108,7 +108,11 @@ class WorkerWatch:
     def has_rank_of(self, worker: WorkerConfig) -> bool:
         """Whether a rank belongs to this server: then they share health, models and scrapes."""
         server = self._server
-        return server.data_parallel_rank is not None and server.url == worker.url
+        if server.data_parallel_rank is None:
+            return False
+        return replace(server, worker_id="", data_parallel_rank=None, batch_limit=1) == replace(
+            worker, worker_id="", data_parallel_rank=None, batch_limit=1
+        )
 
     @property
     def up(self) -> bool:
@@ -140,6 +144,21 @@ class WorkerWatch:
             KeyError: it is none of this server's.
         """
         return self._workers.pop(worker_id)
+
+    def drain(self, worker_id: str, *, on: bool) -> None:
+        """Let a worker take no new requests, or let it take them again.
+
+        Raises:
+            KeyError: it is none of this server's.
+        """
+        worker = self._workers[worker_id]
+        worker.draining = on
+        if worker.state is not WorkerState.DOWN:
+            worker.come_up()
+
+    def reconfigure(self, config: WatchConfig) -> None:
+        """Take other pauses and limits, from the next question on."""
+        self._config = config
 
     @property
     def empty(self) -> bool:

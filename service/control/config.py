@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Self
 
@@ -249,6 +249,29 @@ class ControlConfig:
             raise ValueError(f"age_memory_s must be positive, got {self.age_memory_s}")
         if self.bucket_iterations > self.horizon_iterations:
             raise ValueError("bucket_iterations must not exceed horizon_iterations")
+
+
+FIXED_AT_START = (
+    "kernel",
+    "horizon_iterations",
+    "bucket_iterations",
+    "fixed_horizon",
+    "decode_tokens_default",
+    "seed",
+)
+"""What the ledger, the look-ahead and the forecasts are built on."""
+NOT_THE_POLICYS = ("queue_max", "max_wait_s", "no_worker_hold_s")
+
+
+def taken_live(old: ControlConfig, new: ControlConfig) -> tuple[ControlConfig, bool]:
+    """New settings for a router that lives, and whether its policy can go on as it is.
+
+    What is fixed at the start stays. A policy with other settings begins anew: its prices were
+    learned in units of the old reward.
+    """
+    taken = replace(new, **{name: getattr(old, name) for name in FIXED_AT_START})
+    alike = replace(taken, **{name: getattr(old, name) for name in NOT_THE_POLICYS}) == old
+    return taken, alike
 
 
 def _require(

@@ -12,7 +12,7 @@ import numpy as np
 
 from service.control.baselines import CentralFcfs
 from service.control.columns import FloatArray
-from service.control.config import ControlConfig, PolicyName
+from service.control.config import ControlConfig, PolicyName, taken_live
 from service.control.events import (
     Arrived,
     Command,
@@ -165,6 +165,13 @@ class Router:
         self._natural = None
         self._counters.price_refreshes += 1
         self._adopted_s = now_s
+
+    def reconfigure(self, config: ControlConfig) -> None:
+        """Take other settings; requests stay, and a policy that changed learns its prices anew."""
+        self._config, alike = taken_live(self._config, config)
+        if not alike:
+            self._policy = make_policy(self._config)
+            self._natural, self._asked_s = None, -np.inf
 
     @property
     def fallbacks(self) -> tuple[int, str]:

@@ -100,6 +100,63 @@ def test_the_cluster_adds_no_variables_that_would_be_unknown_settings() -> None:
     assert pod["enableServiceLinks"] is False
 
 
+def test_discovery_follows_the_workers_service_by_a_port_that_it_has(tmp_path: Path) -> None:
+    (patch,) = _load("discovery/settings.yaml")
+    file = tmp_path / "settings.yaml"
+    file.write_text(patch["data"]["settings.yaml"], encoding="utf-8")
+    settings = serve_settings(["serve", "--config", str(file)])
+    settings.check()
+    assert patch["metadata"] == {"name": _one("router.yaml", "ConfigMap")["metadata"]["name"]}
+    assert settings.worker_configs() == ()
+    (source,) = settings.discovery.kubernetes
+    service = _one("vllm.yaml", "Service")
+    assert source.service == service["metadata"]["name"]
+    assert source.port_name in [port["name"] for port in service["spec"]["ports"]]
+    # Everything but where workers come from is as without discovery.
+    base = yaml.safe_load(_one("router.yaml", "ConfigMap")["data"]["settings.yaml"])
+    patched = yaml.safe_load(patch["data"]["settings.yaml"])
+    del base["workers"], patched["discovery"]
+    assert patched == base
+
+
+def test_the_router_may_list_and_watch_endpointslices_and_nothing_else() -> None:
+    account = _one("discovery/rbac.yaml", "ServiceAccount")["metadata"]["name"]
+    role = _one("discovery/rbac.yaml", "Role")
+    assert role["rules"] == [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["list", "watch"],
+        }
+    ]
+    binding = _one("discovery/rbac.yaml", "RoleBinding")
+    assert binding["roleRef"]["kind"] == "Role"
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+    (patch,) = _load("discovery/router.yaml")
+    assert patch["metadata"]["name"] == _one("router.yaml", "Deployment")["metadata"]["name"]
+    pod = patch["spec"]["template"]["spec"]
+    assert pod == {"serviceAccountName": account, "automountServiceAccountToken": True}
+
+
+def test_the_kustomization_of_discovery_lists_files_that_exist() -> None:
+    (kustomization,) = _load("discovery/kustomization.yaml")
+    folder = K8S / "discovery"
+    assert (folder / kustomization["resources"][0] / "kustomization.yaml").is_file()
+    named = [*kustomization["resources"][1:], *(one["path"] for one in kustomization["patches"])]
+    assert {path.name for path in folder.iterdir()} == {*named, "kustomization.yaml"}
+
+
+def test_the_service_monitor_finds_the_routers_service() -> None:
+    (monitor,) = _load("servicemonitor.yaml")
+    service = _one("router.yaml", "Service")
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= service["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
+    assert endpoint["path"] == "/metrics"
+
+
 @pytest.mark.parametrize("name", ["router.yaml", "vllm.yaml", "podmonitor.yaml"])
 def test_selectors_and_named_ports_find_their_pods(name: str) -> None:
     workloads = [

@@ -13,11 +13,13 @@ import httpx
 import structlog
 from fastapi import FastAPI
 
+from service.auth import Door
+from service.auth_settings import AuthConfig, ClientKey
 from service.central_queue import CentralQueue, QueueConfig, QueueStats
 from service.control.config import ControlConfig, PolicyName
 from service.control.events import Outcome, Refusal, Role, WorkerJoined, WorkerSpec
 from service.control.router import Router
-from service.edge import Doors, Edge, EdgeConfig, make_ways
+from service.edge import Doors, Edge, EdgeConfig, make_ways, reading
 from service.fleet_types import Candidate
 from service.forwarder import ForwardConfig, Forwarder
 from service.light import LightConfig, LightPath
@@ -83,6 +85,7 @@ class Stage:
     suspects: list[str] = field(default_factory=list)
     light: LightConfig = field(default_factory=LightConfig)
     context_tokens: int | None = None
+    keys: tuple[ClientKey, ...] = ()
 
     def candidates(self, model: str) -> tuple[Candidate, ...]:
         """Every worker is up and serves the same models."""
@@ -136,6 +139,9 @@ class Stage:
                 refresh_failures=lambda: 0,
             )
         )
+        self.door = Door()
+        plain = () if self.edge.api_key is None else (ClientKey(key=self.edge.api_key),)
+        self.door.configure(AuthConfig(), (*self.keys, *plain))
         inner = FastAPI()
         models: dict[str, object] = {"object": "list", "data": []}
         inner.include_router(
@@ -156,11 +162,12 @@ class Stage:
                     forwarder=self.forwarder,
                     context_tokens=lambda _: self.context_tokens,
                 ),
-                self.edge,
+                reading(self.edge, keeps_keys=self.door.keeps_keys),
                 self.light,
             ),
             telemetry=self.telemetry,
-            config=self.edge,
+            door=self.door,
+            config=lambda: self.edge,
             log=log,
         )
 

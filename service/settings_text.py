@@ -1,0 +1,165 @@
+"""The settings file as text: reading it strictly, and saying where in it a mistake is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import orjson
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from service.secrets import note_file
+
+UNION_BRANCHES: Final = ("str", "WorkerSettings", "DnsConfig", "KubernetesConfig")
+UNKNOWN_KINDS: Final = ("extra_forbidden", "unexpected_keyword_argument")
+SECRET_WORDS: Final = ("key", "secret", "password", "token")
+FILE_BYTES_MAX: Final = 16 * 1024 * 1024
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message is one line for the operator."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping: YAML's usual loader takes the last one."""
+
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{key.value} stands twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> object:
+    """Read a YAML file.
+
+    Raises:
+        SettingsError: it cannot be read, is too long, or is no YAML; says the line.
+    """
+    text = read_text(path)
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = "" if mark is None else f":{mark.line + 1}"
+        problem = " ".join((error.problem or "cannot be understood").split())
+        raise SettingsError(f"{path}{line}: not valid YAML: {problem}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        words = " ".join(str(error).split())
+        raise SettingsError(f"{path}: not valid YAML: {words}") from error
+
+
+def read_text(path: Path) -> str:
+    """Read a settings file, and note that it was.
+
+    Raises:
+        SettingsError: it cannot be read, or is too long.
+    """
+    note_file(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise SettingsError(f"{path} is longer than {FILE_BYTES_MAX} bytes")
+        return content.decode()
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path} is not UTF-8 text") from error
+
+
+def listed(value: object) -> object:
+    """The entries of a list that may come as JSON, or as words with commas or spaces between."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError:
+            # The error would repeat the text, which may hold secrets.
+            raise ValueError("is no JSON list") from None
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        return value
+    split: list[object] = []
+    for part in parts:
+        split.extend(part.replace(",", " ").split() if isinstance(part, str) else [part])
+    return split
+
+
+def describe(error: ValidationError, known: Iterable[str] = (), path: Path | None = None) -> str:
+    """Say in one line what is wrong with settings; secrets are not repeated.
+
+    Args:
+        error: of the settings' model.
+        known: dotted names that there are, to suggest the nearest.
+        path: the file that they may have come from.
+    """
+    problems = error.errors(include_url=False)
+    # A worker may be a URL or a mapping; the deeper complaint is about what was meant.
+    first = max(problems, key=lambda problem: len(problem["loc"]))
+    where = [part for part in first["loc"] if part not in UNION_BRANCHES]
+    words = _words(first, ".".join(str(part) for part in where), known)
+    line = None if path is None else _line_of(path, where, first["msg"])
+    prefix = "" if line is None else f"{path}:{line}: "
+    if path is not None and not where:
+        prefix, words = f"{path}: ", words.removeprefix(": ")
+    more = len(problems) - 1
+    return f"{prefix}{words} (and {more} more)" if more else f"{prefix}{words}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question that suggests the nearest known name, or nothing."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _words(problem: ErrorDetails, name: str, known: Iterable[str]) -> str:
+    if problem["type"] in UNKNOWN_KINDS:
+        without_index = ".".join(part for part in name.split(".") if not part.isdigit())
+        return f"unknown setting {name}{nearest(without_index, known)}"
+    message = problem["msg"].removeprefix("Value error, ")
+    words = f"{name}: {message[:1].lower()}{message[1:]}"
+    secret = not name or any(word in name.lower() for word in SECRET_WORDS)
+    if not secret and isinstance(problem["input"], (str, int, float)):
+        words += f", got {problem['input']!r}"
+    return words
+
+
+def _line_of(path: Path, where: Sequence[str | int], message: str) -> int | None:
+    """The line of a setting in a file; None when the file does not have it."""
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    line: int | None = None
+    for part in where:
+        found = _child(node, part)
+        if found is None:
+            break
+        key, node = found
+        line = key.start_mark.line + 1
+    if line is not None and isinstance(node, yaml.MappingNode):
+        # A group complains as a whole and names the field in its message.
+        named = [key for key, _ in node.value if str(key.value) in message]
+        line = named[0].start_mark.line + 1 if named else line
+    return line
+
+
+def _child(node: yaml.Node | None, part: str | int) -> tuple[yaml.Node, yaml.Node] | None:
+    """The node of a key or an index, and the node to show for it."""
+    if isinstance(node, yaml.MappingNode):
+        found = [(key, value) for key, value in node.value if key.value == str(part)]
+        return found[-1] if found else None
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part], node.value[part]
+    return None

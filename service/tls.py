@@ -1,0 +1,86 @@
+"""TLS on the listener: the certificate and how old a protocol may be."""
+
+from __future__ import annotations
+
+import ssl
+from enum import StrEnum
+from pathlib import Path
+
+from service.secrets import note_file
+from service.settings_text import SettingsError
+
+
+class TlsVersion(StrEnum):
+    """The oldest version that clients may use."""
+
+    TLS_1_2 = "1.2"
+    TLS_1_3 = "1.3"
+
+
+MINIMUM = {
+    TlsVersion.TLS_1_2: ssl.TLSVersion.TLSv1_2,
+    TlsVersion.TLS_1_3: ssl.TLSVersion.TLSv1_3,
+}
+
+
+class Certificate:
+    """The listener's certificate; may be loaded again while the listener serves.
+
+    Args:
+        cert_file: PEM, the certificate and those between it and the root.
+        key_file: PEM, its private key; None when it stands in cert_file.
+        password: of the private key.
+    """
+
+    def __init__(self, cert_file: Path, key_file: Path | None, password: str | None) -> None:
+        self._cert_file = cert_file
+        self._key_file = key_file
+        self._password = password
+
+    def load(self, context: ssl.SSLContext) -> None:
+        """Load it; connections that are open keep the one they began with.
+
+        Raises:
+            SettingsError: the files are no certificate and its key.
+        """
+        for file in (self._cert_file, self._key_file):
+            if file is not None:
+                note_file(file)
+        try:
+            # An encrypted key without a password would make OpenSSL ask on the terminal.
+            context.load_cert_chain(self._cert_file, self._key_file, self._password or "")
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+            raise SettingsError(
+                f"server.tls_cert_file: cannot use {self._cert_file} with its key: {why}"
+            ) from error
+
+
+def server_context(
+    certificate: Certificate, minimum: TlsVersion, client_ca_file: Path | None
+) -> ssl.SSLContext:
+    """A context for a listener.
+
+    Args:
+        certificate: the listener's.
+        minimum: oldest protocol.
+        client_ca_file: PEM; with it, clients must show a certificate signed by one of these.
+
+    Raises:
+        SettingsError: a file cannot be used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = MINIMUM[minimum]
+    context.set_alpn_protocols(["http/1.1"])
+    certificate.load(context)
+    if client_ca_file is not None:
+        note_file(client_ca_file)
+        try:
+            context.load_verify_locations(client_ca_file)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise SettingsError(
+                f"server.tls_client_ca_file: cannot use {client_ca_file}: {why}"
+            ) from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context

@@ -1,0 +1,418 @@
+"""Sources of workers: files, DNS and the merge of what they say; a failing one loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import dns.flags
+import dns.message
+import dns.rcode
+import dns.rdatatype
+import dns.rrset
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.address_guard import ForbiddenAddressError, GuardedResolver, check_url, is_forbidden
+from service.discovery.config import DiscoveryConfig, DnsConfig
+from service.discovery.desired import Known, merge
+from service.discovery.dns_names import EMPTY_ANSWERS, DnsSource
+from service.discovery.following import Discovery
+from service.discovery.source import Snapshot, SourceError
+from service.discovery.worker_file import read_workers
+from service.roster import LOOK_S, Roster
+from service.worker_config import WorkerConfig
+from service.worker_settings import FleetConfig, WorkerTemplate, worker_config
+from tests.clock import run_virtual
+
+Records = dict[str, list[str]]
+
+
+def a_worker(name: str, url: str | None = None, batch_limit: int = 8) -> WorkerConfig:
+    return WorkerConfig(worker_id=name, url=url or f"http://{name}", batch_limit=batch_limit)
+
+
+def urls(snapshot: Snapshot) -> list[str]:
+    return [worker_config(entry, FleetConfig()).url for entry in snapshot]
+
+
+class ScriptedDns(asyncio.DatagramProtocol):
+    """A DNS server on loopback that answers from `records`, e.g. {"w.test. A": ["10.0.0.1"]}."""
+
+    def __init__(self) -> None:
+        self.records: Records = {}
+        self.ttl_s = 0
+        self.rcode = dns.rcode.NOERROR
+        self.questions = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.DatagramTransport, transport)
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        query = dns.message.from_wire(data)
+        reply = dns.message.make_response(query)
+        reply.flags |= dns.flags.RA
+        reply.set_rcode(self.rcode)
+        question = query.question[0]
+        self.questions += 1
+        found = self.records.get(f"{question.name} {dns.rdatatype.to_text(question.rdtype)}")
+        if found and self.rcode == dns.rcode.NOERROR:
+            reply.answer.append(
+                dns.rrset.from_text(question.name, self.ttl_s, "IN", question.rdtype, *found)
+            )
+        self.transport.sendto(reply.to_wire(), addr)
+
+
+@asynccontextmanager
+async def scripted_dns() -> AsyncIterator[tuple[ScriptedDns, str]]:
+    server = ScriptedDns()
+    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
+        lambda: server, local_addr=("127.0.0.1", 0)
+    )
+    try:
+        host, port = transport.get_extra_info("sockname")
+        yield server, f"{host}:{port}"
+    finally:
+        transport.close()
+
+
+def a_name(nameserver: str, name: str = "w.test.", port: int | None = 8000) -> DnsConfig:
+    return DnsConfig(
+        name=name, port=port, nameservers=(nameserver,), interval_s=0.05, min_interval_s=0.01
+    )
+
+
+async def test_addresses_of_both_families_are_workers() -> None:
+    async with scripted_dns() as (server, address):
+        server.records = {"w.test. A": ["10.0.0.2", "10.0.0.1"], "w.test. AAAA": ["fd00::1"]}
+        snapshot = await anext(DnsSource(a_name(address)).snapshots())
+    assert urls(snapshot) == [
+        "http://10.0.0.1:8000",
+        "http://10.0.0.2:8000",
+        "http://[fd00::1]:8000",
+    ]
+
+
+async def test_srv_records_bring_their_own_ports() -> None:
+    async with scripted_dns() as (server, address):
+        name = "_http._tcp.w.test."
+        server.records = {f"{name} SRV": ["0 1 8001 a.w.test.", "0 1 8002 b.w.test."]}
+        snapshot = await anext(DnsSource(a_name(address, name, None)).snapshots())
+    assert urls(snapshot) == ["http://a.w.test:8001", "http://b.w.test:8002"]
+
+
+async def test_a_name_is_asked_again_and_changes_are_seen() -> None:
+    async with scripted_dns() as (server, address):
+        server.records = {"w.test. A": ["10.0.0.1"]}
+        snapshots = DnsSource(a_name(address)).snapshots()
+        assert urls(await anext(snapshots)) == ["http://10.0.0.1:8000"]
+        server.records = {"w.test. A": ["10.0.0.3"]}
+        assert urls(await anext(snapshots)) == ["http://10.0.0.3:8000"]
+
+
+async def test_an_empty_answer_is_believed_only_when_it_is_repeated() -> None:
+    async with scripted_dns() as (_, address):
+        source = DnsSource(a_name(address))
+        for _ in range(EMPTY_ANSWERS - 1):
+            with pytest.raises(SourceError, match="no records"):
+                await anext(source.snapshots())
+        assert await anext(source.snapshots()) == ()
+
+
+async def test_a_server_that_fails_is_a_failure_not_an_empty_answer() -> None:
+    async with scripted_dns() as (server, address):
+        server.rcode = dns.rcode.SERVFAIL
+        source = DnsSource(a_name(address))
+        for _ in range(EMPTY_ANSWERS + 2):
+            with pytest.raises(SourceError, match="cannot resolve"):
+                await anext(source.snapshots())
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_file_lists_workers_like_the_settings_do(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "w.yaml", "- http://a:1\n- {url: http://b:2, id: big, batch_limit: 4}\n"
+    )
+    workers = [worker_config(entry, FleetConfig()) for entry in read_workers(file)]
+    assert [(one.worker_id, one.batch_limit) for one in workers] == [("a:1", 256), ("big", 4)]
+    nested = write(tmp_path / "n.yaml", "workers: [http://a:1]\n")
+    assert read_workers(nested) == ("http://a:1",)
+    assert read_workers(write(tmp_path / "e.yaml", "")) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- http://a:1\n- {url: http://b:2, batch: 4}\n", ("w.yaml:2:", "batch", "batch_limit")),
+        ("- {url: http://b:2}\n- [\n", ("w.yaml:", "YAML")),
+        ("just words", ("w.yaml",)),
+    ],
+)
+def test_a_bad_file_of_workers_says_where(
+    tmp_path: Path, text: str, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(SourceError) as refused:
+        read_workers(write(tmp_path / "w.yaml", text))
+    assert all(word in str(refused.value) for word in words)
+    assert "\n" not in str(refused.value)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["admin", "static", "file:x", "dns:y"]),
+        st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from("pqrs")), max_size=5),
+    ),
+    st.sets(st.sampled_from("abcd")),
+)
+def test_the_first_source_that_names_an_id_or_a_url_has_it(
+    said: dict[str, list[tuple[str, str]]], removed: set[str]
+) -> None:
+    known = {
+        source: Known(workers=tuple(a_worker(name, f"http://{host}") for name, host in pairs))
+        for source, pairs in said.items()
+    }
+    wanted = merge(known, removed)
+    assert not wanted.workers.keys() & removed
+    owners: dict[str, set[str]] = {}
+    for worker_id, worker in wanted.workers.items():
+        owners.setdefault(worker.url, set()).add(wanted.sources[worker_id])
+        assert worker in known[wanted.sources[worker_id]].workers
+    assert all(len(sources) == 1 for sources in owners.values())
+    for source, one in known.items():
+        for worker in one.workers:
+            if worker.worker_id in removed | wanted.workers.keys():
+                continue
+            # Left out only for the sake of a URL that an earlier source has.
+            assert owners[worker.url] != {source}
+
+
+class Scripted:
+    """A source that says what it is told to, or fails."""
+
+    retry_max_s = 10.0
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.say: asyncio.Queue[Snapshot | SourceError] = asyncio.Queue()
+
+    async def snapshots(self) -> AsyncIterator[Snapshot]:
+        while True:
+            word = await self.say.get()
+            if isinstance(word, SourceError):
+                raise word
+            yield word
+
+
+def test_a_source_that_fails_keeps_its_workers_for_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = Scripted("file:x")
+    monkeypatch.setattr(
+        "service.discovery.following._sources", lambda _: {source.label: (None, source)}
+    )
+    wants: list[list[str]] = []
+    up = {"a:1"}
+
+    async def play() -> None:
+        discovery = Discovery(lambda workers: wants.append(sorted(workers)), up.__contains__)
+        discovery.configure((a_worker("s"),), FleetConfig(), DiscoveryConfig(keep_s=100.0))
+        task = asyncio.get_running_loop().create_task(discovery.run())
+        source.say.put_nowait(("http://a:1", "http://b:2"))
+        await asyncio.sleep(1.0)
+        assert wants[-1] == ["a:1", "b:2", "s"]
+        source.say.put_nowait(SourceError("gone"))
+        await asyncio.sleep(50.0)
+        assert wants[-1] == ["a:1", "b:2", "s"]
+        (stats,) = discovery.stats()
+        assert (stats.failing, stats.failures, stats.workers) == (True, 1, 2)
+        await asyncio.sleep(60.0)
+        source.say.put_nowait(SourceError("gone"))
+        await asyncio.sleep(1.0)
+        # b does not answer either; a may well be alive.
+        assert wants[-1] == ["a:1", "s"]
+        await asyncio.sleep(20.0)
+        source.say.put_nowait(("http://b:2",))
+        await asyncio.sleep(1.0)
+        assert wants[-1] == ["b:2", "s"]
+        assert not discovery.stats()[0].failing
+        source.say.put_nowait(("ftp://b:2",))
+        await asyncio.sleep(20.0)
+        assert wants[-1] == ["b:2", "s"]
+        task.cancel()
+
+    run_virtual(play())
+
+
+class Hands:
+    """The fleet as a list of what was done."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def add(self, worker: WorkerConfig) -> None:
+        self.done.append(f"add {worker.worker_id} {worker.url}")
+
+    def replace(self, worker: WorkerConfig) -> None:
+        self.done.append(f"replace {worker.worker_id} {worker.batch_limit}")
+
+    def drain(self, worker_id: str, *, on: bool) -> None:
+        self.done.append(f"{'drain' if on else 'resume'} {worker_id}")
+
+    async def remove(self, worker_id: str) -> None:
+        self.done.append(f"remove {worker_id}")
+
+
+def on_a_roster(
+    scenario: Callable[[Roster, Hands, dict[str, int]], object], remove_s: float = 60.0
+) -> list[str]:
+    """Play a scenario; returns what was done to the fleet."""
+    hands, running = Hands(), dict[str, int]()
+
+    async def play() -> None:
+        roster = Roster(hands, lambda: running, remove_s)
+        task = asyncio.get_running_loop().create_task(roster.run())
+        await scenario(roster, hands, running)  # type: ignore[misc]
+        await asyncio.sleep(2 * LOOK_S)
+        task.cancel()
+
+    run_virtual(play())
+    return hands.done
+
+
+def wanted(*workers: WorkerConfig) -> Mapping[str, WorkerConfig]:
+    return {worker.worker_id: worker for worker in workers}
+
+
+def test_a_worker_that_should_go_leaves_when_its_last_request_has_ended() -> None:
+    async def scenario(roster: Roster, hands: Hands, running: dict[str, int]) -> None:
+        roster.want(wanted(a_worker("a"), a_worker("b")))
+        running["a"] = 1
+        roster.want(wanted(a_worker("b")))
+        await asyncio.sleep(30.0)
+        assert hands.done[2:] == ["drain a"]
+        assert roster.members()["a"][1] == "leaving"
+        running["a"] = 0
+
+    assert on_a_roster(scenario)[2:] == ["drain a", "remove a"]
+
+
+def test_a_worker_that_will_not_end_is_cut_off_at_the_limit() -> None:
+    async def scenario(roster: Roster, hands: Hands, running: dict[str, int]) -> None:
+        roster.want(wanted(a_worker("a")))
+        running["a"] = 1
+        roster.want({})
+        await asyncio.sleep(59.0)
+        assert "remove a" not in hands.done
+        await asyncio.sleep(2.0)
+
+    assert on_a_roster(scenario)[-1] == "remove a"
+
+
+def test_a_worker_that_comes_back_meanwhile_stays() -> None:
+    async def scenario(roster: Roster, _: Hands, running: dict[str, int]) -> None:
+        roster.want(wanted(a_worker("a")))
+        running["a"] = 1
+        roster.want({})
+        await asyncio.sleep(1.0)
+        roster.want(wanted(a_worker("a")))
+        running["a"] = 0
+
+    assert on_a_roster(scenario) == ["add a http://a", "drain a", "resume a"]
+
+
+def test_other_limits_replace_and_another_url_waits_for_the_old_one_to_empty() -> None:
+    async def scenario(roster: Roster, hands: Hands, running: dict[str, int]) -> None:
+        roster.want(wanted(a_worker("a")))
+        roster.want(wanted(a_worker("a", batch_limit=9)))
+        running["a"] = 1
+        roster.want(wanted(a_worker("a", "http://elsewhere")))
+        await asyncio.sleep(5.0)
+        assert hands.done[1:] == ["replace a 9", "drain a"]
+        running["a"] = 0
+
+    assert on_a_roster(scenario)[-2:] == ["remove a", "add a http://elsewhere"]
+
+
+def test_the_operators_drain_outlives_a_change_of_mind_about_leaving() -> None:
+    async def scenario(roster: Roster, _: Hands, running: dict[str, int]) -> None:
+        roster.want(wanted(a_worker("a")))
+        running["a"] = 1
+        roster.drain("a", on=True)
+        roster.want({})
+        await asyncio.sleep(1.0)
+        roster.want(wanted(a_worker("a")))
+        roster.drain("a", on=False)
+
+    assert on_a_roster(scenario)[1:] == ["drain a", "drain a", "drain a", "resume a"]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "169.254.169.254",
+        "2852039166",
+        "0xa9fea9fe",
+        "0251.0376.0251.0376",
+        "169.254.43518",
+        "[::ffff:169.254.169.254]",
+        "[64:ff9b::a9fe:a9fe]",
+        "[fe80::1]",
+        "[fd00:ec2::254]",
+        "100.100.100.200",
+        "metadata.google.internal",
+        "METADATA.google.internal.",
+        "0.0.0.0",
+        "[::]",
+        "224.0.0.1",
+    ],
+)
+def test_addresses_where_no_worker_may_be_are_refused_in_every_spelling(host: str) -> None:
+    with pytest.raises(ForbiddenAddressError, match="allow_link_local"):
+        check_url(f"http://{host}:80")
+    with pytest.raises(ForbiddenAddressError):
+        worker_config(f"http://{host}:80", FleetConfig())
+    assert worker_config(f"http://{host}:80", FleetConfig(allow_link_local=True))
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "127.0.0.1", "[::1]", "vllm-0.vllm", "localhost"])
+def test_ordinary_addresses_are_not(host: str) -> None:
+    check_url(f"http://{host}:8000")
+    assert not is_forbidden(host.strip("[]"))
+
+
+@pytest.mark.parametrize("url", ["http://", "http://:80", "http://a:0", "http://a:99999"])
+def test_a_url_without_a_place_is_refused(url: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 several messages
+        check_url(url)
+
+
+async def test_a_name_that_leads_to_a_forbidden_address_is_not_connected_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolver = GuardedResolver()
+
+    async def rebound(*_: object) -> list[dict[str, object]]:
+        return [{"host": host} for host in addresses]
+
+    monkeypatch.setattr(resolver._inner, "resolve", rebound)
+    addresses = ["169.254.169.254"]
+    with pytest.raises(OSError, match="no worker may be"):
+        await resolver.resolve("innocent.test", 80)
+    addresses = ["169.254.169.254", "10.0.0.1"]
+    assert [one["host"] for one in await resolver.resolve("innocent.test", 80)] == ["10.0.0.1"]
+
+
+def test_a_templates_values_are_those_of_every_worker_of_the_source() -> None:
+    template = WorkerTemplate(batch_limit=3, models=("m",))
+    source = DnsSource(DnsConfig(name="w", port=1, worker=template))
+    (entry,) = source._entries((("10.0.0.1", 1),))
+    worker = worker_config(entry, FleetConfig())
+    assert (worker.batch_limit, worker.models) == (3, frozenset({"m"}))
