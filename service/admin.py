@@ -20,11 +20,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from service.address_guard import HOW_TO_ALLOW, is_forbidden
 from service.auth import ADMIN_PREFIX
-from service.central_queue import CentralQueue
 from service.discovery.desired import STATIC
 from service.discovery.following import Discovery
 from service.errors import BadRequestError, BidgateError, NoSuchWorkerError, WorkerConflictError
-from service.roster import Roster
+from service.roster import Roster, Running
 from service.settings_text import describe
 from service.worker_config import WorkerConfig
 from service.worker_settings import WorkerSettings, worker_config
@@ -41,7 +40,7 @@ class Staff:
 
     discovery: Discovery
     roster: Roster
-    queue: CentralQueue
+    running: Running
 
 
 def admin_routes(staff: Staff) -> APIRouter:
@@ -120,7 +119,7 @@ def _ids(staff: Staff, worker_id: str) -> list[str]:
 
 def _listed(staff: Staff, ids: list[str] | None = None) -> list[dict[str, object]]:
     wanted = staff.discovery.wanted
-    running = staff.queue.running()
+    running = staff.running()
     rows: list[dict[str, object]] = []
     for worker_id, (worker, standing) in staff.roster.members().items():
         if ids is not None and worker_id not in ids:

@@ -118,7 +118,11 @@ def assemble(settings: Settings, rereading: Rereading | None = None) -> Service:
             telemetry=parts.telemetry,
         )
     )
-    staff = Staff(discovery=parts.discovery, roster=parts.roster, queue=parts.queue)
+    staff = Staff(
+        discovery=parts.discovery,
+        roster=parts.roster,
+        running=lambda: _running(parts.queue, parts.light),
+    )
     app.include_router(admin_routes(staff))
     answer_unknown_paths(app)
     app.add_middleware(
@@ -200,8 +204,11 @@ def _build_parts(settings: Settings) -> _Parts:
 
 
 def _running(queue: CentralQueue, light: LightPath) -> dict[str, int]:
-    """What runs on each worker: sequences of the queue's requests, and requests that skip it."""
-    counts = Counter(queue.running())
+    """What runs on each worker: sequences, prompts computed or held, requests that skip the queue."""
+    router = queue.stats().router
+    counts = Counter({worker.worker_id: worker.active for worker in router.workers})
+    for one in router.prefillers:
+        counts[one.worker_id] += one.legs + (one.kv_tokens > one.orphaned_kv_tokens)
     counts.update(light.running())
     return dict(counts)
 

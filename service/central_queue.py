@@ -230,14 +230,6 @@ class CentralQueue:
         self._config = config
         self._router.reconfigure(control)
 
-    def running(self) -> dict[str, int]:
-        """Sequences of our own requests on each worker now, and prompts that one computes or holds."""
-        router = self.stats().router
-        counts = {worker.worker_id: worker.active for worker in router.workers}
-        for one in router.prefillers:
-            counts[one.worker_id] = one.legs + (one.kv_tokens > one.orphaned_kv_tokens)
-        return counts
-
     def drain(self) -> None:
         """Turn new requests away from now on; those inside end as they would."""
         self._draining = True

@@ -170,8 +170,7 @@ class Router:
         """Take other settings; requests stay, and a policy that changed learns its prices anew."""
         self._config, alike = taken_live(self._config, config)
         if not alike:
-            self._policy = make_policy(self._config)
-            self._natural, self._asked_s = None, -np.inf
+            self._policy, self._natural = make_policy(self._config), None
 
     @property
     def fallbacks(self) -> tuple[int, str]:
