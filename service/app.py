@@ -204,7 +204,7 @@ def _build_parts(settings: Settings) -> _Parts:
 
 
 def _running(queue: CentralQueue, light: LightPath) -> dict[str, int]:
-    """What runs on each worker: sequences, prompts computed or held, requests that skip the queue."""
+    """What runs on each worker: sequences, prompts computed or held, what skips the queue."""
     router = queue.stats().router
     counts = Counter({worker.worker_id: worker.active for worker in router.workers})
     for one in router.prefillers:
