@@ -110,8 +110,15 @@ class WorkerWatch:
         server = self._server
         if server.data_parallel_rank is None:
             return False
-        return replace(server, worker_id="", data_parallel_rank=None, batch_limit=1) == replace(
-            worker, worker_id="", data_parallel_rank=None, batch_limit=1
+        return (
+            replace(
+                worker,
+                worker_id=server.worker_id,
+                data_parallel_rank=server.data_parallel_rank,
+                batch_limit=server.batch_limit,
+                kv_capacity_tokens=server.kv_capacity_tokens,
+            )
+            == server
         )
 
     @property
