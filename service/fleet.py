@@ -176,6 +176,11 @@ class Fleet:
         """Whether any worker, up or not, is known or allowed to serve a model."""
         return not self._watches or any(watch.serves(model) for watch in self._watches.values())
 
+    def answers(self, worker_id: str) -> bool:
+        """Whether the server of a worker answers, though the worker may take nothing new."""
+        watch = self._watches.get(worker_id)
+        return watch is not None and watch.up
+
     def context_tokens(self, model: str) -> int | None:
         """Return the longest context of a model among the workers, or None when nobody told."""
         told = [watch.context_tokens(model) for watch in self._watches.values()]

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from service.control.events import Outcome, Refusal
 from service.errors import ClientGoneError, RefusedError
+from service.fleet_types import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from service.fleet_types import Candidate
 
 LOOK_AGAIN_S: Final = 0.05
 """While no worker that serves the request is up, how often it is looked for one."""
@@ -34,6 +33,9 @@ class Workers(Protocol):
 
     def knows(self, model: str) -> bool:
         """Whether any worker, up or not, may serve a model."""
+
+    def answers(self, worker_id: str) -> bool:
+        """Whether a worker can be asked, though it may take nothing new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,17 +134,21 @@ class LightPath:
         while True:
             if self._draining():
                 raise RefusedError(Refusal.DRAINING, "bidgate is shutting down")
-            able = [
-                one
-                for one in self._workers.candidates(wanted.model)
-                if one.worker_id not in avoid and wanted.only in ("", one.worker_id)
-            ]
+            able = self._able(wanted, avoid)
             if able:
                 return self._take_best(able)
             self._refuse_hopeless(wanted, avoid)
             if loop.time() >= give_up_s:
                 raise RefusedError(Refusal.NO_WORKER, "no worker that serves the request is up")
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _able(self, wanted: Wanted, avoid: set[str]) -> list[Candidate]:
+        """Who could take it; a worker that drains still tells what it alone knows."""
+        if wanted.only:
+            asked = wanted.only not in avoid and self._workers.answers(wanted.only)
+            return [Candidate(worker_id=wanted.only, load=0.0)] if asked else []
+        candidates = self._workers.candidates(wanted.model)
+        return [one for one in candidates if one.worker_id not in avoid]
 
     def _refuse_hopeless(self, wanted: Wanted, avoid: set[str]) -> None:
         if avoid:

@@ -93,6 +93,10 @@ class Stage:
             return ()
         return tuple(Candidate(worker_id=name, load=0.0) for name in self.workers)
 
+    def answers(self, worker_id: str) -> bool:
+        """Whether there is such a worker."""
+        return worker_id in self.workers
+
     def knows(self, model: str) -> bool:
         """Whether the workers serve a model."""
         return not model or self.models is None or model in self.models

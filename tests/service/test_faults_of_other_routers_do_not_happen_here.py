@@ -390,6 +390,24 @@ async def test_a_light_request_that_dies_at_its_worker_is_not_sent_again() -> No
         assert sum(len(worker.got) for worker in workers) == 1
 
 
+async def test_no_age_of_a_connection_cuts_a_stream_that_goes_on() -> None:
+    """T55: a stream that outlives every time for which idle connections are kept."""
+
+    async def slowly(request: Got) -> None:
+        request.writer.write(events_head())
+        for _ in range(6):
+            request.writer.write(chunk(TOKEN))
+            await request.writer.drain()
+            await asyncio.sleep(0.1)
+        request.writer.write(chunk(DONE) + chunk(b""))
+
+    async with in_front_of(RawWorker(slowly), forward=ForwardConfig(keepalive_s=0.05)) as live:
+        response = await live.client.post(
+            f"{live.url}/v1/completions", json={**BODY, "stream": True}
+        )
+        assert response.content == 6 * TOKEN + DONE
+
+
 async def test_dropped_clients_leave_no_connection_behind() -> None:
     """T07: streams whose clients all leave at once."""
 
