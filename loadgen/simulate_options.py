@@ -27,6 +27,7 @@ from service.control.config import (
     PolicyName,
     PriceConfig,
     RateConfig,
+    TenantConfig,
     Variant,
     Weights,
 )
@@ -114,6 +115,8 @@ class LoadOptions:
         prediction: whether a forecast of the answer's length goes with each request.
         noise_width: w of a noisy forecast, uniform in 1 - w to 1 + w times the length.
         decode_tokens_max: cut longer answers to this.
+        tenants: as heavy=9,light=1: each request gets a tenant, drawn with these shares.
+        values: as heavy=1,light=4: reward multiplier of each tenant's requests.
         seed: of lengths, arrivals and noise, and of the policy.
     """
 
@@ -125,6 +128,8 @@ class LoadOptions:
     prediction: Prediction = Prediction.EXACT
     noise_width: float = 0.2
     decode_tokens_max: int | None = None
+    tenants: str = ""
+    values: str = ""
     seed: int = 0
 
     def lengths(self) -> list[TraceRequest]:
@@ -166,6 +171,8 @@ class LoadOptions:
                 prediction=self.prediction,
                 noise_width=self.noise_width,
                 decode_tokens_max=self.decode_tokens_max,
+                tenants=TenantConfig(weights=self.tenants).parsed(),
+                values=TenantConfig(weights=self.values).parsed(),
                 seed=self.seed,
             )
         )
@@ -189,6 +196,7 @@ class PolicyOptions:
         bucket_iterations: iterations in one bucket of the look-ahead.
         ttft_bound_s: bound on time to first token, of the tail weight and of the report.
         e2e_bound_s: end-to-end bound of the tail weight.
+        tenant_weights: as heavy=1,*=2: shares of what is scarce; left out, tenants do not matter.
         rate_significance: of the watch over the arrival rate; 0 switches it off.
         age_bound_s: whoever waited this long goes first; 0 switches it off.
         max_wait_s: longest wait in the central queue.
@@ -205,6 +213,7 @@ class PolicyOptions:
     bucket_iterations: int = ControlConfig().bucket_iterations
     ttft_bound_s: float = Weights().ttft_bound_s
     e2e_bound_s: float = Weights().e2e_bound_s
+    tenant_weights: str = ""
     rate_significance: float = RateConfig().significance
     age_bound_s: float = ControlConfig().age_bound_s
     max_wait_s: float = ControlConfig().max_wait_s
@@ -239,6 +248,7 @@ class PolicyOptions:
                 inline=self.inline_prices,
                 refresh_s=self.price_refresh_s,
             ),
+            tenants=TenantConfig(weights=self.tenant_weights),
             rate=RateConfig(significance=self.rate_significance),
             horizon_iterations=self.horizon_iterations,
             bucket_iterations=self.bucket_iterations,

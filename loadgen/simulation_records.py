@@ -162,7 +162,21 @@ class SimulationResult:
         found["kv_utilisation"] = sum(w.kv_use for w in self.workers) / len(self.workers)
         found["preemptions"] = sum(worker.preemptions for worker in self.workers)
         found["workers"] = [asdict(worker) for worker in self.workers]
+        found["tenants"] = self._tenants()
         found["router"] = None if self.router is None else _counters(self.router)
+        return found
+
+    def _tenants(self) -> dict[str, JsonValue]:
+        """Tokens, ends and waits of each tenant; empty when the requests have none."""
+        found: dict[str, JsonValue] = {}
+        for tenant in sorted({request.trace.tenant for request in self.requests} - {""}):
+            own = [request for request in self.requests if request.trace.tenant == tenant]
+            found[tenant] = {
+                "entered": len(own),
+                "completed": sum(request.outcome is End.COMPLETED for request in own),
+                "output_tokens": sum(request.output_tokens for request in own),
+                "ttft_s": stats([r.ttft_s for r in own if r.ttft_s is not None]),
+            }
         return found
 
     def _engine_waits_s(self) -> list[float]:

@@ -17,13 +17,13 @@ from loadgen.arrivals import ArrivalProcess, Poisson
 from loadgen.trace_errors import TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from loadgen.trace_record import TraceRequest
     from loadgen.traces import Trace
 
 REQUESTS_MAX = 2_000_000
-LENGTH_STREAM, ARRIVAL_STREAM, NOISE_STREAM = 0, 1, 2
+LENGTH_STREAM, ARRIVAL_STREAM, NOISE_STREAM, TENANT_STREAM = 0, 1, 2, 3
 """Separate random streams, so that a change of noise does not move the arrivals."""
 
 
@@ -48,7 +48,9 @@ class WorkloadSpec:
         prediction: whether and how well requests carry a forecast.
         noise_width: w of a noisy forecast, uniform in [(1 - w) o, (1 + w) o].
         decode_tokens_max: longer answers are cut to this, or None.
-        seed: of lengths, arrivals and noise.
+        tenants: shares of the requests by tenant; none leaves the trace's own.
+        values: reward multipliers by tenant; others keep the trace's own.
+        seed: of lengths, arrivals, noise and tenants.
     """
 
     trace: Trace
@@ -59,6 +61,8 @@ class WorkloadSpec:
     prediction: Prediction = Prediction.NOISY
     noise_width: float = 0.2
     decode_tokens_max: int | None = None
+    tenants: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -88,7 +92,7 @@ def build_workload(spec: WorkloadSpec) -> list[TraceRequest]:
         requests = _synthetic(spec, source, spec.arrivals)
     if not requests:
         raise TraceError(f"the trace {spec.trace.name} gave no request")
-    return with_prediction(_cut(requests, spec.decode_tokens_max), spec)
+    return with_prediction(_cut(with_tenants(requests, spec), spec.decode_tokens_max), spec)
 
 
 def mean_lengths(
@@ -131,6 +135,24 @@ def with_prediction(requests: Sequence[TraceRequest], spec: WorkloadSpec) -> lis
         if request.decode_tokens_hint is not None
         else replace(request, decode_tokens_hint=max(1, round(request.decode_tokens * factor)))
         for request, factor in zip(requests, noise.tolist(), strict=True)
+    ]
+
+
+def with_tenants(requests: list[TraceRequest], spec: WorkloadSpec) -> list[TraceRequest]:
+    """Draw a tenant for every request, and give each tenant's requests its value."""
+    if spec.tenants:
+        names, shares = list(spec.tenants), np.array(list(spec.tenants.values()))
+        rng = np.random.default_rng(_seed_of(spec.seed, TENANT_STREAM))
+        drawn = rng.choice(len(names), size=len(requests), p=shares / shares.sum())
+        requests = [
+            replace(request, tenant=names[place])
+            for request, place in zip(requests, drawn.tolist(), strict=True)
+        ]
+    if not spec.values:
+        return requests
+    return [
+        replace(request, value=spec.values.get(request.tenant, request.value))
+        for request in requests
     ]
 
 

@@ -1,8 +1,8 @@
 """What bidgate tells about its requests and decisions: Prometheus series, one log line a request.
 
 The registry is our own. Gauges and counters are read from `stats()` at each scrape, so a worker
-that left leaves no series. Labels are bounded: workers, resources, reasons and status codes,
-never anything a client chose.
+that left leaves no series. Labels are bounded: workers, resources, reasons, status codes and the
+tenants of the settings, never anything a client chose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from service.central_queue import QueueStats
 from service.control.events import Outcome, WorkerState
-from service.control.stats import PrefillStats, RouterStats, WorkerStats
+from service.control.stats import PrefillStats, RouterStats, TenantStats, WorkerStats
 from service.fleet_types import WatchStats
 
 LATENCY_BUCKETS_S: Final = (
@@ -185,6 +185,7 @@ class _StateCollector(Collector):
             _keyed(self._sources.handoffs()),
             ["result"],
         )
+        yield from _tenant_series(queue.router.tenants)
         yield from _watch_series(self._sources.fleet())
         held, ended = self._sources.light()
         yield _gauge("light_running", "Requests at workers that skipped the queue", held)
@@ -298,6 +299,22 @@ def _worker_series(
     yield state
     for key, (text, column) in values.items():
         yield _per_worker(f"worker_{key}", text, column)
+
+
+def _tenant_series(tenants: Iterable[TenantStats]) -> Iterator[Metric]:
+    """Only tenants that the settings name have series of their own."""
+    tenants = tuple(tenants)
+    for name, field, text in (
+        ("waiting", "waiting", "Requests waiting for a start"),
+        ("share", "share", "Part of all recent use, 0 to 1"),
+        ("discount", "discount", "What its rewards are multiplied by; below 1 is over its share"),
+    ):
+        family = GaugeMetricFamily(f"bidgate_tenant_{name}", text, labels=["tenant"])
+        for tenant in tenants:
+            family.add_metric([tenant.tenant], float(getattr(tenant, field)))
+        yield family
+    tokens = {tenant.tenant: tenant.decode_tokens for tenant in tenants}
+    yield _counter("tenant_decode_tokens", "Output tokens served", _keyed(tokens), ["tenant"])
 
 
 def _watch_series(watches: Iterable[WatchStats]) -> Iterator[Metric]:

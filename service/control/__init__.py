@@ -7,6 +7,7 @@ from service.control.config import (
     PolicyName,
     PriceConfig,
     RateConfig,
+    TenantConfig,
     Variant,
     Weights,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "Router",
     "RouterStats",
     "Start",
+    "TenantConfig",
     "Variant",
     "Weights",
     "WorkerChanged",

@@ -16,6 +16,10 @@ class Choice(StrEnum):
         return next((choice for choice in cls if choice.value == name), None)
 
 
+OTHER = "other"
+"""Under this name tenants without a weight of their own are shown together."""
+
+
 class PolicyName(Choice):
     """The decision rules that can stand behind the router."""
 
@@ -176,6 +180,55 @@ class HandoffConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantConfig:
+    """How tenants share what is scarce; only online_lp's forward variant does it.
+
+    A tenant is what a request says it is, so nothing is shared by tenant until weights say so.
+
+    Attributes:
+        weights: shares at scarcity, as alice=3,bob=1,*=1; * is every other tenant, each by itself.
+            Left empty, tenants make no difference and only values and lengths order requests.
+        memory_s: use is forgotten by a factor e in this time: a tenant that was over its share
+            has it back about so much later.
+        tracked_max: tenants counted one by one; the rest share one account.
+    """
+
+    weights: str = ""
+    memory_s: float = 60.0
+    tracked_max: int = 256
+
+    def __post_init__(self) -> None:
+        """Refuse weights that are none."""
+        _require(self, at_least_1=("tracked_max",))
+        if not 0 < self.memory_s < float("inf"):
+            raise ValueError(f"memory_s must be positive, got {self.memory_s}")
+        if len(self.parsed()) > self.tracked_max:
+            raise ValueError("weights names more tenants than tracked_max")
+
+    def parsed(self) -> dict[str, float]:
+        """The weights by name.
+
+        Raises:
+            ValueError: not NAME=WEIGHT with a positive weight, or a name twice.
+        """
+        found: dict[str, float] = {}
+        for part in filter(None, self.weights.split(",")):
+            name, equals, text = part.strip().rpartition("=")
+            try:
+                weight = float(text)
+            except ValueError:
+                weight = 0.0
+            if not equals or not 0 < weight < float("inf") or name in (OTHER, *found):
+                raise ValueError(
+                    f"weights must be NAME=WEIGHT,... with positive weights, each name once and "
+                    f"none of them {OTHER}, "
+                    f"got {part.strip()!r}"
+                )
+            found[name] = weight
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig:
     """Everything the router needs to know before the first event.
 
@@ -187,6 +240,7 @@ class ControlConfig:
         prices: the price learner.
         rate: the watch over the arrival rate.
         handoff: prefill workers, where there are any.
+        tenants: shares between tenants.
         horizon_iterations: H, look-ahead in decode iterations.
         bucket_iterations: q, iterations per bucket of the look-ahead.
         fixed_horizon: T is a wall, horizon_iterations after the first tick, as in the paper's
@@ -210,6 +264,7 @@ class ControlConfig:
     prices: PriceConfig = field(default_factory=PriceConfig)
     rate: RateConfig = field(default_factory=RateConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
+    tenants: TenantConfig = field(default_factory=TenantConfig)
     horizon_iterations: int = 4096
     bucket_iterations: int = 16
     fixed_horizon: bool = False
@@ -275,7 +330,7 @@ def taken_live(old: ControlConfig, new: ControlConfig) -> tuple[ControlConfig, b
 
 
 def _require(
-    config: PriceConfig | HandoffConfig | ControlConfig,
+    config: PriceConfig | HandoffConfig | ControlConfig | TenantConfig,
     at_least_1: tuple[str, ...] = (),
     not_negative: tuple[str, ...] = (),
 ) -> None:

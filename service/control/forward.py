@@ -63,8 +63,7 @@ class ForwardLp:
         if alone is not None:
             return [alone]
         room = Room(view, workers)
-        age_s = view.now_s - view.waiting.arrival_s
-        aged = age_s >= bound_s
+        aged = _age_s(view) >= bound_s
         pairs = self._start_aged(view, columns, room, np.flatnonzero(aged))
         young = np.flatnonzero(~aged)
         if not young.size or not room.residual.has_slot().any():
@@ -169,7 +168,7 @@ class ForwardLp:
         self._keep_promises(view.waiting.order[rows])
         pairs: list[Pair] = []
         reserved = 0
-        oldest_first = rows[np.argsort(view.waiting.order[rows])]
+        oldest_first = rows[np.lexsort((view.waiting.order[rows], -_age_s(view)[rows]))]
         for place, row in enumerate(oldest_first.tolist()):
             if not room.residual.has_slot().any():
                 break
@@ -189,7 +188,7 @@ class ForwardLp:
     def _start_beside(self, view: View, columns: Columns, room: Room, rows: IntArray) -> list[Pair]:
         """Start those aged requests, oldest first, that fit beside what is reserved."""
         allowed = view.waiting.allowed(room.workers)[rows]
-        age = -view.waiting.order[rows].astype(np.float64)
+        age = _age_s(view)[rows]
         candidates = Candidates(
             columns.take(rows),
             np.where(allowed, age[:, None], -np.inf),
@@ -257,7 +256,8 @@ class ForwardLp:
             e2e_bound=e2e_bound_s / pace_s,
             ttft_bound=ttft_bound_s / pace_s,
         )
-        return view.waiting.value * start_reward(weights, times) / self._normalizer()
+        value = view.waiting.value * view.waiting.discount
+        return value * start_reward(weights, times) / self._normalizer()
 
     def _normalizer(self) -> float:
         chosen = self._config.prices.reward_normalizer
@@ -268,3 +268,8 @@ class ForwardLp:
         if solution is None or solution.worker_ids != view.fleet.worker_ids:
             return Usage.zeros(len(view.fleet), view.horizon)
         return solution.prices
+
+
+def _age_s(view: View) -> FloatArray:
+    """(n,) seconds waited; those of a tenant over its share count less."""
+    return (view.now_s - view.waiting.arrival_s) * view.waiting.discount

@@ -43,6 +43,7 @@ from service.control.prices import PriceProblem, PriceSolution
 from service.control.rate import RateMonitor
 from service.control.sight import Sight, checked
 from service.control.stats import Counters, RouterStats
+from service.control.tenants import Tenants
 from service.control.view import Pair
 from service.control.waiting import Entry, Route, WaitingRoom, fit_to_fleet
 from service.control.worker_stats import has_free_slot, worker_stats
@@ -66,12 +67,14 @@ class Router:
         self._waiting = WaitingRoom()
         self._handoff = Handoff(config.handoff, self._fleet, self._waiting)
         self._ledger = Ledger(self._predictor)
+        self._tenants = Tenants(config.tenants)
         self._sight = Sight(
             config=config,
             fleet=self._fleet,
             waiting=self._waiting,
             ledger=self._ledger,
             handoff=self._handoff,
+            tenants=self._tenants,
         )
         self._rate = RateMonitor(config.rate)
         self._nobody_up_since_s = -np.inf
@@ -197,6 +200,7 @@ class Router:
             prices_dropped=counters.prices_dropped,
             price_age_s=0.0 if self._adopted_s is None else now_s - self._adopted_s,
             arrivals_per_s=self._rate.per_s(now_s),
+            tenants=self._tenants.stats(self._waiting.tenants),
             rate_rises=self._rate.rises,
             rate_falls=self._rate.falls,
             prefills=self._handoff.prefills,
@@ -243,6 +247,7 @@ class Router:
             route=self._handoff.route(request),
         )
         fit_to_fleet(entry, self._fleet)
+        self._tenants.place(entry, self._waiting.tenants, request.arrival_s)
         self._waiting.add(entry)
         turned_away = self._turn_away(entry)
         return [] if turned_away is None else [self._refuse(request.request_id, *turned_away)]
@@ -282,6 +287,7 @@ class Router:
         entry, worker = self._handoff.take(request_id), -1
         if entry is None:
             entry, worker, _ = self._ledger.end(request_id)
+            self._tenants.end(entry, 0, now_s)
         if worker >= 0:
             worker_id = worker_id or self._fleet.workers[worker].spec.worker_id
             self._fleet.own_end(worker, entry.sequences, now_s)
@@ -312,8 +318,9 @@ class Router:
             entry, worker, seen = self._ledger.end(request_id)
             if worker >= 0:
                 self._fleet.own_end(worker, entry.sequences, now_s)
+            tokens = seen if decode_tokens is None else decode_tokens
+            self._tenants.end(entry, tokens, now_s)
             if outcome is Outcome.COMPLETED:
-                tokens = seen if decode_tokens is None else decode_tokens
                 self._predictor.observe(entry.request, tokens)
         self._counters.ended[outcome] += 1
 
@@ -396,7 +403,9 @@ class Router:
             first = self._handoff.assign(self._waiting.entries[request_id], worker, now_s)
             if first is None:
                 continue
-            self._ledger.start(self._waiting.remove(request_id), worker, now_s, first.ready_s)
+            entry = self._waiting.remove(request_id)
+            self._tenants.start(entry, self._fleet, now_s)
+            self._ledger.start(entry, worker, now_s, first.ready_s)
             self._counters.starts += 1
             worker_id = self._fleet.workers[worker].spec.worker_id
             commands.append(Start(request_id, worker_id, first.prefill_id, first.handed))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from service.control.columns import Horizon, IntArray, Usage
 from service.control.config import Kernel
 from service.control.occupancy import Frame
+from service.control.tenants import Tenants
 from service.control.view import FleetView, Pair, View
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Sight:
     waiting: WaitingRoom
     ledger: Ledger
     handoff: Handoff
+    tenants: Tenants
 
     @property
     def horizon(self) -> Horizon:
@@ -65,7 +67,11 @@ class Sight:
             now_s=now_s,
             kernel=kernel,
             horizon=self.horizon,
-            waiting=self.waiting.arrays(fleet, prefill_open=self.handoff.is_open(now_s)),
+            waiting=self.waiting.arrays(
+                fleet,
+                self.tenants.discounts(self.waiting.tenants, now_s),
+                prefill_open=self.handoff.is_open(now_s),
+            ),
             fleet=FleetView(
                 worker_ids=fleet.worker_ids,
                 batch_limit=fleet.array("batch_limit"),

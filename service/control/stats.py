@@ -56,6 +56,25 @@ class PrefillStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantStats:
+    """A tenant with a weight of its own; all others are one.
+
+    Attributes:
+        tenant: its name.
+        waiting: requests.
+        decode_tokens: served so far.
+        share: of all recent use, 0 to 1.
+        discount: what its rewards are multiplied by now; 1 is no more than its share.
+    """
+
+    tenant: str
+    waiting: int
+    decode_tokens: int
+    share: float
+    discount: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStats:
     """Counters since start and the state now; entered == waiting + running + ended + refused.
 
@@ -87,6 +106,7 @@ class RouterStats:
     prefills: int
     holds_passed: int
     whole_on_decode: int
+    tenants: tuple[TenantStats, ...] = ()
     rate_rises: int = 0
     rate_falls: int = 0
     workers: tuple[WorkerStats, ...] = field(default=())

@@ -36,6 +36,7 @@ class Waiting:
         prompt_tokens: s. decode_tokens: o^. sequences: batch slots wanted.
         kv_max: KV tokens a sequence that the worker a column was capped to has.
         value: reward multiplier. ttft_bound_s, e2e_bound_s: own bounds, NaN for the fleet's.
+        discount: what the tenant's use of more than its share leaves of a request's reward and age.
         kind: row of `reach`; requests of one model that avoid the same workers share a row.
         reach: (kinds, g) worker is up, serves the model, and was not just tried in vain.
     """
@@ -49,6 +50,7 @@ class Waiting:
     value: FloatArray
     ttft_bound_s: FloatArray
     e2e_bound_s: FloatArray
+    discount: FloatArray
     kind: IntArray
     reach: BoolArray
 

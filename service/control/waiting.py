@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.control.columns import BoolArray
+from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.events import Request
 from service.control.fleet_state import FleetState, Limits, Shapes
 from service.control.lengths import Forecast
@@ -44,6 +44,8 @@ class Entry:
         sequences, decode_tokens: the column's size, capped to what an empty worker can hold.
         kv_max: KV tokens a sequence that such a worker has.
         too_large: no worker that serves it can ever hold its prompt.
+        tenant: where its tenant is counted.
+        slot_share: batch slots that one of its sequences is charged for.
         avoid: workers that did not take it.
         route: what it wants of decode workers. prefilled_s: since when it is HANDED.
     """
@@ -57,6 +59,8 @@ class Entry:
     decode_tokens: int = 1
     kv_max: float = np.inf
     too_large: bool = False
+    tenant: int = 0
+    slot_share: float = 1.0
     avoid: set[str] = field(default_factory=set)
     route: Route = Route.SPLIT
     prefilled_s: float = 0.0
@@ -207,6 +211,7 @@ class WaitingRoom:
             e2e_bound_s=np.float64,
             expires_s=np.float64,
             kind=np.int64,
+            tenant=np.int64,
         )
         self._kinds = Kinds()
         self._avoiding: set[str] = set()
@@ -240,6 +245,7 @@ class WaitingRoom:
             e2e_bound_s=np.nan if request.e2e_bound_s is None else request.e2e_bound_s,
             expires_s=entry.expires_s,
             kind=self._enter_kind(entry),
+            tenant=entry.tenant,
         )
         if entry.avoid:
             self._avoiding.add(request.request_id)
@@ -319,8 +325,13 @@ class WaitingRoom:
         prompts = self._table["prompt_tokens"]
         return int(prompts.min()) if prompts.size else 0
 
-    def arrays(self, fleet: FleetState, *, prefill_open: bool) -> Waiting:
-        """What a policy sees of the waiting requests."""
+    @property
+    def tenants(self) -> IntArray:
+        """(n,) where each request's tenant is counted; a view."""
+        return self._table["tenant"]
+
+    def arrays(self, fleet: FleetState, discount: FloatArray, *, prefill_open: bool) -> Waiting:
+        """What a policy sees of the waiting requests, and of their tenants' (n,) discounts."""
         table = self._table
         return Waiting(
             arrival_s=table["arrival_s"].copy(),
@@ -333,5 +344,6 @@ class WaitingRoom:
             ttft_bound_s=table["ttft_bound_s"].copy(),
             e2e_bound_s=table["e2e_bound_s"].copy(),
             kind=table["kind"].copy(),
+            discount=discount,
             reach=self._kinds.open_reach(fleet, prefill_open=prefill_open),
         )
