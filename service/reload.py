@@ -153,6 +153,8 @@ class Reloader:
                             await self._wake.wait()
                     self._wake.clear()
                     await self._look()
+                    # A folder where others write all the time must not keep us looking.
+                    await asyncio.sleep(SETTLE_S)
 
     async def _look(self) -> None:
         """Read settings if their files changed, once nobody writes to them any more."""

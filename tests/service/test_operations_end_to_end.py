@@ -245,6 +245,7 @@ async def _the_operator_has_the_last_word(router: Router, second: str) -> None:
         assert answer.status_code == 202
     await router.event("worker_removed")
     assert name not in await listed()
+    assert f'"{name}"' not in (await router.ask("GET", "/metrics")).text
     entry = {"url": second, "id": "back", "api_key": SECRETS["added"], "batch_limit": 3}
     for status in (201, 200):
         answer = await router.ask("POST", workers, "admin", json=entry)

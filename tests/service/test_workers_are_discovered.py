@@ -23,7 +23,7 @@ from service.discovery.desired import Known, merge
 from service.discovery.dns_names import EMPTY_ANSWERS, DnsSource
 from service.discovery.following import Discovery
 from service.discovery.source import Snapshot, SourceError
-from service.discovery.worker_file import read_workers
+from service.discovery.worker_file import FileSource, read_workers
 from service.roster import LOOK_S, Roster
 from service.worker_config import WorkerConfig
 from service.worker_settings import FleetConfig, WorkerTemplate, worker_config
@@ -163,6 +163,57 @@ def test_a_bad_file_of_workers_says_where(
         read_workers(write(tmp_path / "w.yaml", text))
     assert all(word in str(refused.value) for word in words)
     assert "\n" not in str(refused.value)
+
+
+async def test_a_file_is_followed_as_it_changes(tmp_path: Path) -> None:
+    file = write(tmp_path / "w.yaml", "- http://a:1\n")
+    snapshots = FileSource(file, interval_s=0.01).snapshots()
+    assert await anext(snapshots) == ("http://a:1",)
+    write(tmp_path / "new.yaml", "- http://b:2\n").rename(file)
+    assert await anext(snapshots) == ("http://b:2",)
+    file.unlink()
+    with pytest.raises(SourceError, match=r"cannot read .*w\.yaml"):
+        await anext(snapshots)
+
+
+def test_new_settings_leave_the_sources_alone_that_they_do_not_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[str] = []
+    kept, other = Scripted("file:kept"), Scripted("file:other")
+    sources = {"file:kept": (1, kept), "file:other": (1, other)}
+
+    def build(_: DiscoveryConfig) -> dict[str, tuple[object, Scripted]]:
+        return dict(sources)
+
+    monkeypatch.setattr("service.discovery.following._sources", build)
+    wants: list[list[str]] = []
+
+    async def play() -> None:
+        discovery = Discovery(lambda workers: wants.append(sorted(workers)), lambda _: True)
+        discovery.configure((), FleetConfig(), DiscoveryConfig())
+        task = asyncio.get_running_loop().create_task(discovery.run())
+        kept.say.put_nowait(("http://a:1",))
+        other.say.put_nowait(("http://b:2",))
+        await asyncio.sleep(1.0)
+        assert wants[-1] == ["a:1", "b:2"]
+        sources.pop("file:other")
+        discovery.configure((a_worker("s"),), FleetConfig(), DiscoveryConfig())
+        assert wants[-1] == ["a:1", "s"]
+        made.extend(one.label for one in discovery.stats())
+        kept.say.put_nowait(("http://c:3",))
+        await asyncio.sleep(1.0)
+        assert wants[-1] == ["c:3", "s"]
+        # What workers have in common concerns every source: they are asked anew.
+        discovery.configure((), FleetConfig(max_num_seqs=3), DiscoveryConfig())
+        kept.say.put_nowait(("http://d:4",))
+        await asyncio.sleep(1.0)
+        assert wants[-1] == ["d:4"]
+        assert discovery.wanted.workers["d:4"].batch_limit == 3
+        task.cancel()
+
+    run_virtual(play())
+    assert made == ["file:kept"]
 
 
 @given(
