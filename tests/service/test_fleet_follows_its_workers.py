@@ -545,3 +545,94 @@ def test_an_error_nobody_foresaw_costs_one_worker_a_pause_and_the_others_nothing
     with capture_logs() as lines:
         run_virtual(scenario())
     assert "worker_watch_broke" in [line["event"] for line in lines]
+
+
+def test_a_drained_worker_stays_watched_and_comes_back_when_it_is_resumed() -> None:
+    async def scenario() -> None:
+        async with watching({"a": ScriptedServer()}) as watched:
+            await asyncio.sleep(1)
+            watched.fleet.drain("a", on=True)
+            assert watched.state() is WorkerState.DRAINING
+            assert watched.fleet.candidates("m") == ()
+            before = len(watched.reports())
+            await asyncio.sleep(5)
+            assert len(watched.reports()) > before
+            assert watched.state() is WorkerState.DRAINING
+            watched.fleet.saw_failure("a")
+            assert watched.state() is WorkerState.DOWN
+            await asyncio.sleep(5)
+            assert watched.state() is WorkerState.DRAINING
+            assert watched.fleet.is_up("a")
+            watched.fleet.drain("a", on=False)
+            assert watched.state() is WorkerState.UP
+
+    run_virtual(scenario())
+
+
+def test_a_worker_with_new_limits_is_learned_again_before_it_is_used() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer()
+        async with watching({"a": server}) as watched:
+            await asyncio.sleep(1)
+            watched.fleet.drain("a", on=True)
+            seen = len(watched.events)
+            watched.fleet.replace(configured("a", batch_limit=3, api_key="new"))
+            await asyncio.sleep(1)
+            joined, reported, changed = watched.events[seen : seen + 3]
+            assert isinstance(joined, WorkerJoined)
+            assert (joined.spec.batch_limit, joined.state) == (3, WorkerState.DOWN)
+            assert isinstance(reported, WorkerReported)
+            assert changed == WorkerChanged("a", WorkerState.DRAINING)
+            assert not [one for one in watched.events if isinstance(one, WorkerGone)]
+
+    run_virtual(scenario())
+
+
+def test_ranks_with_new_limits_share_one_watch_again() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer()
+        old, new = (
+            configured("a", batch_limit=limit, data_parallel_size=2).ranks() for limit in (8, 3)
+        )
+        async with watching_ranks(server, old) as watched:
+            await asyncio.sleep(1)
+            for rank in new:
+                watched.fleet.replace(rank)
+            await asyncio.sleep(1)
+            asked = server.hits.total()
+            await asyncio.sleep(10)
+            both = server.hits.total() - asked
+            watched.fleet.remove("a@0")
+            asked = server.hits.total()
+            await asyncio.sleep(10)
+            assert server.hits.total() - asked == pytest.approx(both, rel=0.2)
+
+    run_virtual(scenario())
+
+
+def test_a_worker_that_leaves_before_it_was_introduced_was_never_there() -> None:
+    async def scenario() -> None:
+        async with watching({"a": ScriptedServer()}) as watched:
+            await asyncio.sleep(1)
+            seen = len(watched.events)
+            watched.fleet.add(configured("b", url="http://a"))
+            watched.fleet.drain("b", on=True)
+            watched.fleet.remove("b")
+            await asyncio.sleep(0.01)
+            names = {getattr(event, "worker_id", "a") for event in watched.events[seen:]}
+            assert names <= {"a"}
+
+    run_virtual(scenario())
+
+
+def test_new_pauses_hold_from_the_next_question_on() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer()
+        async with watching({"a": server}, WatchConfig(metrics_interval_s=1.0)) as watched:
+            await asyncio.sleep(5)
+            watched.fleet.reconfigure(WatchConfig(metrics_interval_s=0.1))
+            before = len(watched.reports())
+            await asyncio.sleep(5)
+            assert len(watched.reports()) - before > 30
+
+    run_virtual(scenario())
