@@ -43,7 +43,7 @@ bench-vllm: setup ## bidgate, vllm-router and plain round robin before two real 
 	@scripts/vllm-env "$(PYTHON)" && scripts/vllm-router-env "$(PYTHON)"
 	@set -e; for load in $(LOADS); do \
 	  $(BIN)/python -m $(VLLM_ENGINES) -- $(BIN)/bidgate-load bench vllm --max-num-seqs 8 --vocabulary-tokens 2048 \
-	    --load $$load --duration-s 25 --out out/bench/vllm-$$load --docs docs/results/vllm-side-by-side.md --workers; done
+	    --load $$load --duration-s 20 --out out/bench/vllm-$$load --docs docs/results/vllm-side-by-side.md --workers; done
 
 experiments: setup ## the paper's experiments and more, reduced; docs/results anew (DATA=folder of recorded traces)
 	@$(BIN)/bidgate-load experiments --out out/experiments --docs docs/results $(if $(DATA),--data $(DATA))
