@@ -230,7 +230,8 @@ class Reloader:
                         self._wake.set()
                     if self._files != files:
                         break
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
+                # The system's limit of watched files, most often.
                 self._log.warning("settings_looked_at_by_time", reason=str(error), every_s=LOOK_S)
                 await asyncio.Event().wait()
 

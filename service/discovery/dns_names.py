@@ -37,6 +37,7 @@ class DnsSource:
         self.retry_max_s = config.interval_s
         self._config = config
         self._empty_answers = 0
+        self._families: set[str] = set()
 
     async def snapshots(self) -> AsyncIterator[Snapshot]:
         """Yield the workers behind the name at each answer."""
@@ -61,7 +62,7 @@ class DnsSource:
         if port is None:
             answers = [await self._answer(resolver, "SRV")]
         else:
-            answers = [await self._answer(resolver, "A"), await self._answer(resolver, "AAAA")]
+            answers = await self._addresses(resolver)
         found: dict[tuple[str, int], None] = {}
         ttl_s = float("inf")
         for answer in answers:
@@ -76,6 +77,27 @@ class DnsSource:
         if len(found) > TARGETS_MAX:
             raise SourceError(f"{self._config.name} has more than {TARGETS_MAX} records")
         return tuple(sorted(found)), ttl_s
+
+    async def _addresses(
+        self, resolver: dns.asyncresolver.Resolver
+    ) -> list[dns.resolver.Answer | None]:
+        """Answers of both families; some servers fail at the family that a name never had."""
+        answers: list[dns.resolver.Answer | None] = []
+        failed: SourceError | None = None
+        for kind in ("A", "AAAA"):
+            try:
+                answer = await self._answer(resolver, kind)
+            except SourceError as error:
+                failed = error
+                if kind in self._families:
+                    raise
+            else:
+                answers.append(answer)
+                if answer is not None:
+                    self._families.add(kind)
+        if failed is not None and not any(answers):
+            raise failed
+        return answers
 
     async def _answer(
         self, resolver: dns.asyncresolver.Resolver, kind: str

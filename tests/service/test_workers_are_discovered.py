@@ -47,6 +47,7 @@ class ScriptedDns(asyncio.DatagramProtocol):
         self.records: Records = {}
         self.ttl_s = 0
         self.rcode = dns.rcode.NOERROR
+        self.fails_at = ""
         self.questions = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -56,11 +57,12 @@ class ScriptedDns(asyncio.DatagramProtocol):
         query = dns.message.from_wire(data)
         reply = dns.message.make_response(query)
         reply.flags |= dns.flags.RA
-        reply.set_rcode(self.rcode)
         question = query.question[0]
+        fails = dns.rdatatype.to_text(question.rdtype) == self.fails_at
+        reply.set_rcode(dns.rcode.SERVFAIL if fails else self.rcode)
         self.questions += 1
         found = self.records.get(f"{question.name} {dns.rdatatype.to_text(question.rdtype)}")
-        if found and self.rcode == dns.rcode.NOERROR:
+        if found and reply.rcode() == dns.rcode.NOERROR:
             reply.answer.append(
                 dns.rrset.from_text(question.name, self.ttl_s, "IN", question.rdtype, *found)
             )
@@ -130,6 +132,19 @@ async def test_a_server_that_fails_is_a_failure_not_an_empty_answer() -> None:
         for _ in range(EMPTY_ANSWERS + 2):
             with pytest.raises(SourceError, match="cannot resolve"):
                 await anext(source.snapshots())
+
+
+async def test_a_family_that_a_name_never_had_may_fail_one_that_it_had_may_not() -> None:
+    async with scripted_dns() as (server, address):
+        server.records = {"w.test. A": ["10.0.0.1"], "w.test. AAAA": ["fd00::1"]}
+        server.fails_at = "AAAA"
+        source = DnsSource(a_name(address))
+        assert urls(await anext(source.snapshots())) == ["http://10.0.0.1:8000"]
+        server.fails_at = ""
+        assert len(await anext(source.snapshots())) == 2
+        server.fails_at = "AAAA"
+        with pytest.raises(SourceError, match="cannot resolve"):
+            await anext(source.snapshots())
 
 
 def write(path: Path, text: str) -> Path:
