@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-from-lock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm bench-vllm lint check bench experiments reference lock clean
+.PHONY: help setup demo test test-vllm bench-vllm soak fuzz lint check bench experiments reference lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,12 @@ test: setup ## the test suite
 test-vllm: setup ## the tests against real vLLM on the CPU (installs it: 2.5 GB, 4 GiB of memory)
 	@[ -n "$$BIDGATE_VLLM_URLS" ] || { scripts/vllm-env "$(PYTHON)" && $(BIN)/python -m tests.vllm.workers --check; }
 	@$(BIN)/pytest -m vllm tests/vllm
+
+soak: setup ## chaos: workers that fail in every way, clients that leave; fails if anything is lost (SECONDS=120 SEED=0)
+	@$(BIN)/bidgate-load soak --seconds $(or $(SECONDS),120) --seed $(or $(SEED),0) --out out/soak
+
+fuzz: setup ## fuzz both sockets, bodies, headers and metrics pages; prints what was seen (EXAMPLES=2000)
+	@FUZZ_EXAMPLES=$(or $(EXAMPLES),2000) $(BIN)/pytest --timeout 3600 tests/fuzz
 
 lint: setup ## format, lint, types, layers
 	@scripts/lint

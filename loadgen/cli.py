@@ -1,4 +1,4 @@
-"""The command `bidgate-load`: demo, replay, simulate, experiments, report, bench.
+"""The command `bidgate-load`: demo, replay, simulate, experiments, report, soak, bench.
 
 Whatever is wrong with the flags or a file is one line on stderr and exit status 2; what cannot be
 started or reached is one line and status 1; Ctrl-C is status 130. Commands load what they need
@@ -25,6 +25,7 @@ from loadgen.processes import ClusterError
 from loadgen.replay_command import replay
 from loadgen.side_by_side_command import vllm
 from loadgen.simulate_command import simulate
+from loadgen.soak_command import soak
 from loadgen.tick_command import tick
 
 WRONG_USE = 2
@@ -45,6 +46,7 @@ def make_app() -> App:
     app.command(simulate)
     app.command(experiments)
     app.command(report)
+    app.command(soak)
     bench = App(name="bench", help="Measure the router itself, and beside others.")
     bench.command(light_load)
     bench.command(tick)

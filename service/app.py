@@ -28,7 +28,7 @@ from service.control.events import Role
 from service.control.router import Router
 from service.crew import Crew
 from service.discovery.following import Discovery
-from service.edge import Doors, Edge, Ways, make_ways, reading
+from service.edge import Doors, Edge, Inside, Ways, make_ways, reading
 from service.fleet import Fleet
 from service.forwarder import Forwarder
 from service.light import LightPath
@@ -59,6 +59,7 @@ class Service:
     app: FastAPI
     queue: CentralQueue
     light: LightPath
+    inside: Inside
 
     @property
     def held(self) -> int:
@@ -130,10 +131,11 @@ def assemble(settings: Settings, rereading: Rereading | None = None) -> Service:
         ways=parts.ways,
         telemetry=parts.telemetry,
         door=parts.door,
+        inside=parts.inside,
         config=lambda: apply.settings.edge,
         log=parts.log,
     )
-    return Service(app=app, queue=parts.queue, light=parts.light)
+    return Service(app=app, queue=parts.queue, light=parts.light, inside=parts.inside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,7 @@ class _Parts:
     discovery: Discovery
     forwarder: Forwarder
     door: Door
+    inside: Inside
 
 
 def _build_parts(settings: Settings) -> _Parts:
@@ -200,6 +203,7 @@ def _build_parts(settings: Settings) -> _Parts:
         discovery=Discovery(roster.want, fleet.is_up),
         forwarder=forwarder,
         door=Door(),
+        inside=Inside(settings.edge),
     )
 
 
@@ -240,6 +244,7 @@ class _Applier:
             return
         self.settings = settings
         parts.door.configure(settings.auth, keys)
+        parts.inside.bytes.bytes_max = settings.edge.held_bytes_max
         parts.ways.reconfigure(reading(settings.edge, keeps_keys=parts.door.keeps_keys))
         parts.telemetry.reconfigure(log_requests=settings.edge.log_requests)
         parts.forwarder.reconfigure(settings.forward)
@@ -259,6 +264,7 @@ def _tell(parts: _Parts, reloader: Reloader | None) -> None:
             retries=lambda: dict(parts.forwarder.retries),
             handoffs=lambda: dict(parts.forwarder.handoffs),
             refresh_failures=lambda: parts.refresher.failures,
+            bytes_held=lambda: parts.inside.bytes.held,
         )
     )
     parts.telemetry.registry.register(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Final, Protocol
 
+import orjson
 from starlette.types import Message, Receive, Send
 
 from service.control.events import Outcome
-from service.errors import BidgateError, ClientGoneError
-from service.headers import RawHeaders
+from service.errors import Answer, BidgateError, ClientGoneError, error_body
+from service.headers import RawHeaders, first
 from service.interrupt import Interrupt
 
 
@@ -40,6 +42,18 @@ class Place(Protocol):
         """What it costs there, in reward per decode iteration."""
 
 
+LAST_WORD_S: Final = 1.0
+"""How long a client may take to read that its stream is broken off."""
+WRAPPED_BYTES_MAX: Final = 64 * 1024
+"""Of an answer that has to become an event."""
+NO_STREAM: Final = Answer(502, "bad_gateway", "worker_broke")
+EARLY_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
 class AsgiReply:
     """The response of one request, with bidgate's headers on it.
 
@@ -49,6 +63,7 @@ class AsgiReply:
         placement: once known, named in the headers.
         overhead_s: bidgate's own time before the worker, once known.
         anthropic: whether errors go to Anthropic's clients.
+        names_events: whether the events of its streams have names.
     """
 
     def __init__(self, send: Send, request_id: bytes, *, tells: bool) -> None:
@@ -57,13 +72,29 @@ class AsgiReply:
         self.placement: Place | None = None
         self.overhead_s: float | None = None
         self.anthropic = False
+        self.names_events = False
         self._send = send
         self._request_id = request_id
         self._tells = tells
+        self._takes_events = False
+        self._last = b""
+        self._early = False
+        self._wrapped: bytearray | None = None
 
     async def start(self, status: int, headers: RawHeaders) -> None:
-        """Send status and headers."""
+        """Send status and headers.
+
+        When `comment` has begun the stream, they are too late: another stream just goes on in it,
+        and any other answer becomes one event.
+        """
+        plain = first(headers, b"content-encoding") in (None, b"identity")
+        events = (first(headers, b"content-type") or b"").startswith(b"text/event-stream")
+        if self._early:
+            if not (status == 200 and plain and events):
+                self._wrapped = bytearray()
+            return
         self.status = status
+        self._takes_events = plain and events
         headers = [*headers, (b"x-request-id", self._request_id)]
         if self._tells and self.placement is not None:
             headers += self._account(self.placement)
@@ -85,12 +116,51 @@ class AsgiReply:
 
     async def write(self, chunk: bytes) -> None:
         """Send a part of the body."""
+        if self._wrapped is not None:
+            self._wrapped += chunk[: WRAPPED_BYTES_MAX - len(self._wrapped)]
+            return
+        self._last = chunk
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self) -> None:
         """Finish."""
+        if self._wrapped is not None:
+            event, self._wrapped = self._as_event(bytes(self._wrapped)), None
+            await self.write(event)
         self.complete = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def comment(self) -> None:
+        """Show a client that waits for a stream that it is not forgotten."""
+        if not self.status:
+            await self.start(200, list(EARLY_HEADERS))
+            self._early = True
+        await self.write(b": waiting\n\n")
+
+    async def break_off(self, error: BidgateError) -> None:
+        """End a begun event stream with an error event; any other answer just stops."""
+        if self.complete or not self._takes_events:
+            return
+        gap = b"" if self._last.endswith(b"\n\n") or not self._last else b"\n\n"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                body = error.body(anthropic=self.anthropic)
+                await self.write(gap + self._error_event(body))
+                await self.end()
+
+    def _error_event(self, body: bytes) -> bytes:
+        """Readers of responses and messages look at the name of an event, others at its data."""
+        name = b"event: error\n" if self.names_events else b""
+        return name + b"data: " + body + b"\n\n"
+
+    def _as_event(self, body: bytes) -> bytes:
+        """Put an answer that is no event stream into one event: JSON on one line."""
+        try:
+            line = orjson.dumps(orjson.loads(body))
+        except orjson.JSONDecodeError:
+            why = "the worker's answer is neither a stream nor JSON"
+            line = error_body(why, NO_STREAM, anthropic=self.anthropic)
+        return self._error_event(line)
 
     async def fail(self, error: BidgateError) -> None:
         """Answer with an error object; its reason is in a header as well."""
@@ -105,6 +175,31 @@ class AsgiReply:
         await self.start(error.status, headers)
         await self.write(body)
         await self.end()
+
+
+@asynccontextmanager
+async def comments_while_waiting(
+    reply: AsgiReply, pause_s: float
+) -> AsyncIterator[Callable[[], None]]:
+    """Comment on the wait every pause_s seconds (0: never), until what is yielded is called."""
+    if not pause_s:
+        yield lambda: None
+        return
+
+    async def comment() -> None:
+        while True:
+            await asyncio.sleep(pause_s)
+            await reply.comment()
+
+    task = asyncio.get_running_loop().create_task(comment())
+
+    def stop() -> None:
+        task.cancel()
+
+    try:
+        yield stop
+    finally:
+        stop()
 
 
 async def read_chunks(receive: Receive) -> AsyncIterator[bytes]:

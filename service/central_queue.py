@@ -69,14 +69,25 @@ class QueueConfig:
     Attributes:
         tick_share_max: most of the event loop's time that ticks may take, in (0, 1]; a tick that
             comes too soon after a long one waits.
+        tick_late_s: a decision that takes longer than this is late.
+        late_ticks_max: late decisions in a row after which requests start first come first
+            served; the policy is tried again after late_pause_s.
+        late_pause_s: for how long that lasts.
     """
 
     tick_share_max: float = 0.5
+    tick_late_s: float = 0.25
+    late_ticks_max: int = 3
+    late_pause_s: float = 5.0
 
     def __post_init__(self) -> None:
-        """Refuse a share that is none."""
+        """Refuse a share or bounds that are none."""
         if not 0 < self.tick_share_max <= 1:
             raise ValueError(f"tick_share_max must be in (0, 1], got {self.tick_share_max}")
+        if not (self.tick_late_s > 0 and self.late_pause_s > 0 and self.late_ticks_max >= 1):
+            raise ValueError(
+                "tick_late_s and late_pause_s must be positive, late_ticks_max at least 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +99,10 @@ class QueueStats:
         refused_at_door: requests turned away without entering the router (draining).
         tick_errors: ticks that raised.
         event_errors: events the router raised on.
+        late_ticks: decisions of the policy that took too long.
         ticking: whether the last tick went well.
+        falling_back: whether requests start first come first served, as the policy fails or is
+            too slow.
         draining: whether new requests are turned away.
         held: requests inside `place` now.
     """
@@ -97,7 +111,9 @@ class QueueStats:
     refused_at_door: int
     tick_errors: int
     event_errors: int
+    late_ticks: int
     ticking: bool
+    falling_back: bool
     draining: bool
     held: int
 
@@ -159,6 +175,10 @@ class CentralQueue:
         self._tick_errors = 0
         self._event_errors = 0
         self._fallbacks_told = (0, "")
+        self._fell_back = False
+        self._late_ticks = 0
+        self._late_in_a_row = 0
+        self._rests_until_s = -math.inf
         self._refused_at_door = 0
 
     @asynccontextmanager
@@ -261,11 +281,14 @@ class CentralQueue:
 
     def stats(self) -> QueueStats:
         """Read the counters of queue and router."""
+        now_s = asyncio.get_running_loop().time()
         return QueueStats(
-            router=self._router.stats(asyncio.get_running_loop().time()),
+            router=self._router.stats(now_s),
             refused_at_door=self._refused_at_door,
             tick_errors=self._tick_errors,
             event_errors=self._event_errors,
+            late_ticks=self._late_ticks,
+            falling_back=self._fell_back or now_s < self._rests_until_s,
             ticking=self._ticking,
             draining=self._draining,
             held=len(self._held),
@@ -365,6 +388,7 @@ class CentralQueue:
             next_s = loop.time() + TICK_RETRY_S
         news, self._ticking = self._ticking != (fault is None), fault is None
         duration_s = self.stopwatch() - began_s
+        self._mind_lateness(duration_s, loop.time())
         self._not_before_s = loop.time() + duration_s * (1 / self._config.tick_share_max - 1)
         if next_s is not None:
             self._timer = loop.call_at(max(next_s, self._not_before_s), self._tick)
@@ -385,9 +409,22 @@ class CentralQueue:
                 self._refresher.solve(problem, self._adopt)
         return self._router.next_tick_s(now_s)
 
+    def _mind_lateness(self, duration_s: float, now_s: float) -> None:
+        """Rest the policy for a while when its decisions take too long one after the other."""
+        if duration_s <= self._config.tick_late_s:
+            self._late_in_a_row = 0
+            return
+        self._late_ticks += 1
+        self._late_in_a_row += 1
+        if self._late_in_a_row >= self._config.late_ticks_max:
+            self._late_in_a_row = 0
+            self._rests_until_s = now_s + self._config.late_pause_s
+            self._router.rest_policy(self._rests_until_s)
+
     def _tell_of_fallbacks(self) -> None:
         """Say that the policy failed: at the first time, and whenever the fault is another one."""
         count, fault = self._router.fallbacks
+        self._fell_back = count > self._fallbacks_told[0]
         if count > self._fallbacks_told[0] and fault != self._fallbacks_told[1]:
             self._log.error("policy_failed", fault=fault, fallback_ticks=count)
         self._fallbacks_told = (count, fault)

@@ -25,6 +25,7 @@ from service.explain import ExplainError, explain_service
 from service.listener import ListenError, listen
 from service.logs import configure_logging
 from service.mock.command import mock_worker
+from service.open_files import allow_open_files
 from service.secrets import noting_files
 from service.settings import ENV_PREFIX, Settings, check_environment, known_names
 from service.settings_text import SettingsError, describe
@@ -96,6 +97,7 @@ def serve(*, settings: Annotated[Settings | None, Parameter(name="*")] = None) -
     service = assemble(settings, rereading)
     with listen(settings.server.host, settings.server.port) as listener:
         host, port = listener.getsockname()[:2]
+        allow_open_files(settings.open_files_needed(), log)
         scheme = "http" if rereading.tls is None else "https"
         log.info("listening", url=f"{scheme}://{host}:{port}", policy=settings.control.policy.value)
         server = DrainingServer(service, settings.server, log, rereading.tls)

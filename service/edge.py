@@ -23,6 +23,7 @@ from structlog.typing import FilteringBoundLogger
 from service import surface
 from service.asgi import AsgiReply, with_request_id
 from service.auth import Door, Visit
+from service.byte_budget import ByteBudget
 from service.central_queue import CentralQueue
 from service.errors import (
     BidgateError,
@@ -32,11 +33,13 @@ from service.errors import (
     OperatorRouteError,
     RefusedError,
     RouterBrokeError,
+    StoppedError,
 )
 from service.exchange import Exchange, Handler
 from service.forwarder import Forwarder
 from service.headers import RawHeaders, first
 from service.intake import Rules
+from service.interrupt import Interrupt, OpenRequests
 from service.light import LightConfig, LightPath
 from service.light_route import LightRoute
 from service.owners import Owners
@@ -65,6 +68,11 @@ class EdgeConfig:
     Attributes:
         api_key: clients must send it as a bearer token; auth.keys is for several, with limits.
         body_bytes_max: longest request body; longer is a 413.
+        held_bytes_max: bytes of request bodies in memory, over all requests that arrive, wait or
+            run; a request over it is a 429.
+        queue_comment_s: a client that waits in the queue for a stream gets a comment this often,
+            so that proxies between do not give it up; its answer is then a 200 whatever comes, and
+            refusals are error events; 0 switches it off.
         body_timeout_s: longest time a body may take to arrive.
         parse_off_loop_bytes: bodies this long are parsed in a thread, so that others do not wait.
         log_requests: write one line per proxied request.
@@ -77,6 +85,8 @@ class EdgeConfig:
 
     api_key: Secret | None = None
     body_bytes_max: int = 64 * 1024 * 1024
+    held_bytes_max: int = 1024 * 1024 * 1024
+    queue_comment_s: float = 0.0
     body_timeout_s: float = 60.0
     parse_off_loop_bytes: int = 1024 * 1024
     log_requests: bool = True
@@ -93,6 +103,10 @@ class EdgeConfig:
             raise ValueError(
                 "body_bytes_max, parse_off_loop_bytes, body_timeout_s must be positive"
             )
+        if not self.queue_comment_s >= 0:
+            raise ValueError("queue_comment_s must not be negative")
+        if self.held_bytes_max < self.body_bytes_max:
+            raise ValueError("held_bytes_max must be at least body_bytes_max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +139,7 @@ def reading(config: EdgeConfig, *, keeps_keys: bool) -> ReadingConfig:
         rules=Rules(aliases=config.model_aliases, forward_priority=config.forward_priority),
         keeps_authorization=not keeps_keys,
         clients_pin=config.clients_pin,
+        comment_s=config.queue_comment_s,
     )
 
 
@@ -160,6 +175,22 @@ def make_ways(doors: Doors, config: ReadingConfig, light: LightConfig) -> Ways:
     return Ways(queued=queued, light=straight)
 
 
+class Inside:
+    """What is inside the front door now.
+
+    Attributes:
+        bytes: of request bodies. requests: all that are being served.
+    """
+
+    def __init__(self, config: EdgeConfig) -> None:
+        self.bytes = ByteBudget(config.held_bytes_max)
+        self.requests = OpenRequests()
+
+    def end_all(self) -> None:
+        """End every request now: streams with an error event, those that wait with a 503."""
+        self.requests.end_all(lambda: StoppedError("bidgate stops"))
+
+
 class Edge:
     """The front door: relays proxied routes itself, hands the rest to the application inside."""
 
@@ -170,6 +201,7 @@ class Edge:
         ways: Ways,
         telemetry: Telemetry,
         door: Door,
+        inside: Inside,
         config: Callable[[], EdgeConfig],
         log: FilteringBoundLogger,
     ) -> None:
@@ -177,6 +209,7 @@ class Edge:
         self._ways = ways
         self._telemetry = telemetry
         self._door = door
+        self._inside = inside
         self._config = config
         self._log = log
         self._prefix = os.urandom(6).hex()
@@ -191,6 +224,7 @@ class Edge:
         route = find_route(scope["path"])
         reply = AsgiReply(send, request_id, tells=self._config().response_headers)
         reply.anthropic = route.api is Api.MESSAGES
+        reply.names_events = route.api in (Api.MESSAGES, Api.RESPONSES)
         now_s = asyncio.get_running_loop().time()
         limited = route.way is not surface.Way.HERE and scope["method"] == "POST"
         try:
@@ -202,13 +236,14 @@ class Edge:
         if route.way is surface.Way.HERE:
             await self._app(scope, receive, with_request_id(send, request_id))
             return
-        with visit:
+        with visit, self._inside.bytes.claim() as claim:
             exchange = Exchange(
                 scope=scope,
                 receive=receive,
                 reply=reply,
                 route=route,
                 record=RequestRecord(request_id=request_id.decode(), path=scope["path"]),
+                claim=claim,
                 arrival_s=now_s,
                 tenant=visit.tenant,
             )
@@ -219,7 +254,8 @@ class Edge:
         reply, record = exchange.reply, exchange.record
         error: BaseException | None = None
         try:
-            await self._ways.find(exchange.route.way).relay(exchange)
+            with Interrupt() as interrupt, self._inside.requests.listed(interrupt):
+                await self._ways.find(exchange.route.way).relay(exchange)
         except BidgateError as known:
             error = known
         except asyncio.CancelledError as cancelled:
@@ -233,9 +269,11 @@ class Edge:
             _conclude(exchange, error, now_s)
             self._telemetry.observe_request(record)
             visit.spend(_tokens(record), now_s)
-        if reply.status or not isinstance(error, BidgateError):
+        if not isinstance(error, BidgateError) or isinstance(error, ClientGoneError):
             return
-        if not isinstance(error, ClientGoneError):
+        if reply.status:
+            await reply.break_off(error)
+        else:
             await reply.fail(error)
 
     def _check_method(self, method: str, route: Route) -> None:

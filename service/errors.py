@@ -15,6 +15,7 @@
     |   `-- WorkerConflictError     409 invalid_request_error, to the operator
     |-- ClientGoneError             499 in logs only: nobody is left to read an answer
     |-- RefusedError(reason)            REFUSAL_ANSWERS, one row per Refusal
+    |-- StoppedError                503 service_unavailable: bidgate stops before the end
     |-- DeadlineExceededError       504 timeout_error: the client's own deadline has passed
     |-- UpstreamError                   the worker's fault
     |   |-- WorkerUnreachableError  502 bad_gateway: no connection, so nothing was generated
@@ -200,6 +201,12 @@ class ClientGoneError(BidgateError):
     """The client left, or stopped reading for too long."""
 
     answer = Answer(499, "client_closed_request")
+
+
+class StoppedError(BidgateError):
+    """Bidgate stops, and the request was not at its end."""
+
+    answer = Answer(503, "service_unavailable", "stopped", retry=True)
 
 
 class RefusedError(BidgateError):

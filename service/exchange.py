@@ -9,6 +9,7 @@ from urllib.parse import quote
 from starlette.types import Receive, Scope
 
 from service.asgi import AsgiReply
+from service.byte_budget import Claim
 from service.headers import RawHeaders
 from service.hints import HeaderFacts, read_headers
 from service.surface import Route
@@ -23,6 +24,7 @@ class Exchange:
         scope: the ASGI scope. receive: where the body comes from. reply: where the answer goes.
         route: where its path leads.
         record: what will be told about it.
+        claim: bytes of its body in memory.
         arrival_s: when it was here as a whole, on the loop's clock; before, when it began.
         tenant: whom its API key stands for; "" when it does not say.
     """
@@ -32,6 +34,7 @@ class Exchange:
     reply: AsgiReply
     route: Route
     record: RequestRecord
+    claim: Claim
     arrival_s: float
     tenant: str = ""
 
@@ -49,6 +52,15 @@ class Exchange:
         """Lower-case names and values as the client sent them."""
         headers: RawHeaders = self.scope["headers"]
         return headers
+
+    @property
+    def receive_held(self) -> Receive:
+        """Where a body comes from that stays in memory until the request ends.
+
+        Raises:
+            RefusedError: when called, too many bytes are held already.
+        """
+        return self.claim.counting(self.receive)
 
     @property
     def target(self) -> str:

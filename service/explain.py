@@ -28,7 +28,7 @@ class Scarcity:
     running: int
     oldest_wait_s: float
     arrivals_per_s: float
-    price_age_s: float
+    price_age_s: float | None
     workers: tuple[WorkerStats, ...]
     prefillers: tuple[PrefillStats, ...] = ()
 

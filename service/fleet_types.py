@@ -21,6 +21,8 @@ class WatchConfig:
         health_timeout_s: longest health check.
         models_interval_s: pause between looks at /v1/models.
         models_timeout_s: longest such look.
+        stalled_after_s: an engine with requests in its batch whose counters have stood still for
+            this long is out of use until they move; longer than the longest prefill.
         failures_to_down: health checks in a row that must fail; a refused connection is enough.
         suspect_interval_s: pause before a failed health check is repeated.
         reprobe_min_s: first pause before a worker that is down is asked again; doubles.
@@ -31,6 +33,7 @@ class WatchConfig:
     metrics_interval_s: float = 0.25
     metrics_timeout_s: float = 1.0
     stale_after_s: float = 2.0
+    stalled_after_s: float = 30.0
     health_interval_s: float = 1.0
     health_timeout_s: float = 2.0
     models_interval_s: float = 10.0
@@ -81,6 +84,7 @@ class WatchStats:
         malformed_lines: lines of wanted series that could not be read.
         health_failures: failed health checks.
         times_lost: how often the worker went down after it was up.
+        stalls: how often it was taken out of use because its engine stood still.
         restarts: how often its counters or its start time said it was restarted.
         report: the last one that was published.
     """
@@ -95,5 +99,6 @@ class WatchStats:
     malformed_lines: int
     health_failures: int
     times_lost: int
+    stalls: int
     restarts: int
     report: WorkerReport

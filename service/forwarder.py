@@ -32,6 +32,7 @@ from service.headers import CREDENTIALS, DATA_PARALLEL_RANK, first, to_client
 from service.interrupt import Interrupt, Watchdog
 from service.placement import Placement
 from service.prefill_leg import Params, PrefillLeg, with_params
+from service.retry_budget import RetryBudget
 from service.sse import Meter, meter_of, usage_tokens
 from service.surface import Api
 from service.worker_config import WorkerConfig
@@ -42,6 +43,8 @@ USAGE_TAIL_BYTES: Final = 4096
 WHOLE_BYTES_MAX: Final = 1 << 20
 PART_BYTES: Final = 1 << 18
 """Longer bodies are written in parts of this size: one write would hold up the event loop."""
+URLS_MAX: Final = 4096
+"""Parsed URLs that are kept; clients choose paths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,9 @@ class ForwardConfig:
         stall_timeout_s: longest silence within a response.
         client_stall_timeout_s: longest a client may leave a full buffer unread.
         retries_max: other workers tried when one cannot take a request.
+        retry_share: over all requests, at most this share of second tries because a worker was too
+            busy; more are not made, so that retries cannot storm.
+        retry_burst: such tries that may come at once after a quiet time.
         failures_to_suspect: broken answers of a worker in a row that take it out of rotation until
             its health is checked, so that a dying engine does not eat the queue.
     """
@@ -66,6 +72,8 @@ class ForwardConfig:
     stall_timeout_s: float = 60.0
     client_stall_timeout_s: float = 60.0
     retries_max: int = 2
+    retry_share: float = 0.1
+    retry_burst: float = 10.0
     failures_to_suspect: int = 2
 
     def __post_init__(self) -> None:
@@ -81,6 +89,8 @@ class ForwardConfig:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.retries_max < 0:
             raise ValueError(f"retries_max must not be negative, got {self.retries_max}")
+        if not (0 <= self.retry_share <= 1 and self.retry_burst >= 0):
+            raise ValueError("retry_share must be in [0, 1] and retry_burst not negative")
         if self.failures_to_suspect < 1:
             given = self.failures_to_suspect
             raise ValueError(f"failures_to_suspect must be at least 1, got {given}")
@@ -90,7 +100,8 @@ class Forwarder:
     """Relays requests to workers.
 
     Attributes:
-        retries: how often another worker was tried, by reason (connect, busy, prefill).
+        retries: how often another worker was tried, by reason (connect, busy, prefill), or was not
+            tried because retries are too many already (over_budget).
         handoffs: how first legs ended: done, failed, or missing (answered without parameters).
     """
 
@@ -102,8 +113,11 @@ class Forwarder:
         config: ForwardConfig,
         suspect: Callable[[str], None],
     ) -> None:
-        self.retries: Counter[str] = Counter({"connect": 0, "busy": 0, "prefill": 0})
+        self.retries: Counter[str] = Counter(
+            {"connect": 0, "busy": 0, "prefill": 0, "over_budget": 0}
+        )
         self.handoffs: Counter[str] = Counter({"done": 0, "failed": 0, "missing": 0})
+        self._budget = RetryBudget(share=config.retry_share, burst=config.retry_burst)
         self._worker = worker
         self._transports = transports
         self._config = config
@@ -116,6 +130,7 @@ class Forwarder:
     def reconfigure(self, config: ForwardConfig) -> None:
         """Take other bounds, from the next request on."""
         self._config = config
+        self._budget.configure(share=config.retry_share, burst=config.retry_burst)
         timeout_s = httpx.Timeout(None, connect=config.connect_timeout_s)
         self._extensions = {"timeout": timeout_s.as_dict()}
 
@@ -166,6 +181,7 @@ class Forwarder:
 
     async def _open(self, call: Call, relay: _Relay) -> httpx.Response:
         placement = relay.placement
+        self._budget.earn()
         for attempt in itertools.count():
             last = attempt >= self._config.retries_max
             response = await self._attempt(call, relay, last=last)
@@ -201,7 +217,8 @@ class Forwarder:
             self.retries["prefill"] += 1
             return None
         once = not isinstance(call.body, bytes)
-        if last or once or response.status_code not in BUSY_STATUSES:
+        may_retry = response.status_code in BUSY_STATUSES and not (last or once)
+        if not may_retry or not self._in_budget():
             return response
         await self._give_up(response, "busy")
         return None
@@ -252,13 +269,23 @@ class Forwarder:
             self._judge(relay.at, broke=False)
         return answer
 
+    def _in_budget(self) -> bool:
+        """Whether a busy worker's request may be offered to another; counted when not.
+
+        Refused connections are no load on any worker, and each takes its worker out of use, so
+        they need no budget.
+        """
+        allowed = self._budget.spend()
+        self.retries["over_budget"] += not allowed
+        return allowed
+
     def _url(self, base: str, path: str) -> httpx.URL:
-        """Parse a URL once; with a query, which clients choose, every time."""
+        """Parse a URL once; with a query, and beyond URLS_MAX paths, every time."""
         text = base + path
         url = self._urls.get(text)
         if url is None:
             url = httpx.URL(text)
-            if "?" not in path:
+            if "?" not in path and len(self._urls) < URLS_MAX:
                 self._urls[text] = url
         return url
 

@@ -7,10 +7,11 @@ chunk would cost two tasks a chunk; this costs nothing until it fires.
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
     from service.errors import BidgateError
@@ -53,6 +54,27 @@ class Interrupt:
         ours = task.uncancel() <= self._cancelling
         if ours and isinstance(exc, asyncio.CancelledError):
             raise self._reason from exc
+
+
+class OpenRequests:
+    """The requests inside, so that all of them can be ended at once."""
+
+    def __init__(self) -> None:
+        self._interrupts: set[Interrupt] = set()
+
+    @contextmanager
+    def listed(self, interrupt: Interrupt) -> Iterator[None]:
+        """List a request for a block."""
+        self._interrupts.add(interrupt)
+        try:
+            yield
+        finally:
+            self._interrupts.discard(interrupt)
+
+    def end_all(self, reason: Callable[[], BidgateError]) -> None:
+        """End every one of them; each gets a reason of its own."""
+        for interrupt in list(self._interrupts):
+            interrupt.trip(reason())
 
 
 class Watchdog:

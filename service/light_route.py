@@ -74,7 +74,7 @@ class LightRoute:
         return headers
 
     async def _relay_json(self, call: Call, exchange: Exchange, pin: str) -> None:
-        body = await read_whole(exchange.headers, exchange.receive, self.config.bounds)
+        body = await read_whole(exchange.headers, exchange.receive_held, self.config.bounds)
         exchange.arrived(asyncio.get_running_loop().time())
         async with while_client_stays(exchange.receive, exchange.reply):
             rules = self.config.rules

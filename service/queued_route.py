@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from service.asgi import while_client_stays
+from service.asgi import comments_while_waiting, while_client_stays
 from service.call import Call, Reply
 from service.central_queue import CentralQueue
 from service.control.events import Request
@@ -39,6 +39,7 @@ class ReadingConfig:
         rules: what is changed in them.
         keeps_authorization: whether the client's credentials are the worker's business.
         clients_pin: whether a client may name its worker.
+        comment_s: pause between comments to who waits for a stream; 0 for none.
     """
 
     bounds: BodyBounds
@@ -46,6 +47,7 @@ class ReadingConfig:
     rules: Rules
     keeps_authorization: bool
     clients_pin: bool
+    comment_s: float
 
     def pin(self, hints: HeaderFacts) -> str:
         """The worker that a request is for by its client's word, or "" for any."""
@@ -77,7 +79,7 @@ class QueuedRoute:
     async def relay(self, exchange: Exchange) -> None:
         """Read, wait for a worker, relay."""
         stopwatch, record = self._queue.stopwatch, exchange.record
-        body = await read_whole(exchange.headers, exchange.receive, self.config.bounds)
+        body = await read_whole(exchange.headers, exchange.receive_held, self.config.bounds)
         exchange.arrived(asyncio.get_running_loop().time())
         began_s = stopwatch()
         async with while_client_stays(exchange.receive, exchange.reply):
@@ -88,7 +90,12 @@ class QueuedRoute:
             record.model = facts.model[:MODEL_LABEL_CHARS_MAX]
             record.prompt_tokens, record.tenant = request.prompt_tokens, hints.tenant
             call = self._call(exchange, facts, hints)
-            async with self._queue.place(request) as placement:
+            pause_s = self.config.comment_s if facts.streams else 0.0
+            async with (
+                comments_while_waiting(exchange.reply, pause_s) as stop_comments,
+                self._queue.place(request) as placement,
+            ):
+                stop_comments()
                 exchange.reply.placement = placement
                 record.queued_s = placement.queued_s
                 record.overhead_s = stopwatch() - began_s - placement.queued_s

@@ -17,6 +17,7 @@ from service.telemetry import Telemetry
 
 ALIVE_PATHS: Final = ("/health", "/healthz", "/live", "/livez", "/liveness", "/ping")
 READY_PATHS: Final = ("/ready", "/readyz", "/readiness")
+FALLING_BACK: Final = "decisions are first come first served: the policy fails or is too slow"
 
 
 def routes(
@@ -36,10 +37,12 @@ def routes(
         return {"status": "ok"}
 
     async def ready() -> Response:
-        """Whether a request sent now would be served; 503 tells load balancers to go elsewhere."""
-        trouble = _trouble(stats())
-        body = {"status": "ready"} if trouble is None else {"status": "not ready", "why": trouble}
-        return JSONResponse(body, status_code=200 if trouble is None else 503)
+        """Whether a request sent now would be served; 503 tells load balancers to go elsewhere.
+
+        Decisions by the fallback still serve, so they are told under a 200: a fault that every
+        replica has must not take all of them out.
+        """
+        return _readiness(stats())
 
     for paths, answer in ((ALIVE_PATHS, health), (READY_PATHS, ready)):
         for path in paths:
@@ -68,6 +71,15 @@ def routes(
         return _scarcity(stats())
 
     return router
+
+
+def _readiness(stats: QueueStats) -> Response:
+    trouble = _trouble(stats)
+    if trouble is not None:
+        return JSONResponse({"status": "not ready", "why": trouble}, status_code=503)
+    if stats.falling_back:
+        return JSONResponse({"status": "degraded", "why": FALLING_BACK})
+    return JSONResponse({"status": "ready"})
 
 
 def _add_models(router: APIRouter, models: Callable[[], dict[str, object]]) -> None:

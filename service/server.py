@@ -1,7 +1,8 @@
 """Serving: a listening socket, uvicorn, and an end in order.
 
 On the first SIGTERM or SIGINT `/ready` says 503 and new requests are refused, while those inside
-finish within the limit; then the process exits with 0. A second signal ends it at once.
+finish within the limit; then the process exits with 0. At the limit, and at a second signal, what
+is still inside ends at once: streams with an error event, requests that wait with a 503.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import uvicorn
 from structlog.typing import FilteringBoundLogger
 
 from service.app import Service
+from service.bounded_http import HeadBounds, bounded_http
 from service.listener import BACKLOG
 from service.settings import ServerConfig
 
@@ -36,7 +38,7 @@ class DrainingServer(uvicorn.Server):
             uvicorn.Config(
                 service.app,
                 loop="uvloop",
-                http="httptools",
+                http=bounded_http(HeadBounds(config.head_bytes_max, config.head_timeout_s)),
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -54,11 +56,12 @@ class DrainingServer(uvicorn.Server):
         self._log = log
         self._drain_until_s: float | None = None
         self._signalled = False
+        self._hurried = False
+        self._leave_at_s: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, stop at the second; the exit status stays 0."""
-        if self._signalled:
-            self.should_exit = self.force_exit = True
+        self._hurried = self._signalled
         self._signalled = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -73,6 +76,13 @@ class DrainingServer(uvicorn.Server):
             self._service.queue.drain()
             self._drain_until_s = now_s + self._drain_s
             self._log.info("draining", held=self._service.held, limit_s=self._drain_s)
-        if not self._service.held or now_s >= self._drain_until_s:
-            self._log.info("stopping", held=self._service.held)
+        held = self._service.held
+        if self._leave_at_s is not None:
+            self.should_exit = not held or now_s >= self._leave_at_s
+        elif not held:
+            self._log.info("stopping", held=0)
             self.should_exit = True
+        elif self._hurried or now_s >= self._drain_until_s:
+            self._log.info("stopping", held=held)
+            self._service.inside.end_all()
+            self._leave_at_s = now_s + LAST_BYTES_S

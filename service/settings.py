@@ -39,6 +39,7 @@ from service.forwarder import ForwardConfig
 from service.light import LightConfig
 from service.logs import LogFormat, LogLevel
 from service.mock.profiles import LLAMA_3_8B_A100, PROFILES
+from service.open_files import files_needed
 from service.secrets import Secret
 from service.settings_text import SettingsError, listed, nearest, read_yaml
 from service.tls import Certificate, TlsVersion, server_context
@@ -58,6 +59,9 @@ class ServerConfig:
         log_format: text for people, json for machines.
         log_level: the least severe lines that are written.
         client_keepalive_s: idle connections of clients are closed after this many seconds.
+        head_bytes_max: longest first line and headers of a request; longer is a 431.
+        head_timeout_s: longest time they may take to arrive, from the first byte or the opening of
+            the connection.
         drain_s: on SIGTERM, how many seconds queued and running requests may take to end.
         tls_cert_file: PEM certificate, with those between it and the root; then https is served.
         tls_key_file: PEM private key; left out when it stands in tls_cert_file.
@@ -71,6 +75,8 @@ class ServerConfig:
     log_format: LogFormat = LogFormat.TEXT
     log_level: LogLevel = LogLevel.INFO
     client_keepalive_s: int = 75
+    head_bytes_max: int = 64 * 1024
+    head_timeout_s: float = 15.0
     drain_s: float = 30.0
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
@@ -84,6 +90,8 @@ class ServerConfig:
             raise ValueError(f"port must be in 0..65535, got {self.port}")
         if self.client_keepalive_s < 1 or self.drain_s < 0:
             raise ValueError("client_keepalive_s must be at least 1 and drain_s at least 0")
+        if self.head_bytes_max < 1024 or not self.head_timeout_s > 0:
+            raise ValueError("head_bytes_max must be at least 1024, head_timeout_s positive")
         if self.tls_cert_file is None and (self.tls_key_file or self.tls_client_ca_file):
             raise ValueError("tls_key_file and tls_client_ca_file need a tls_cert_file")
 
@@ -300,6 +308,17 @@ class Settings(BaseSettings):
     def _finds_workers(self) -> bool:
         """Whether workers may come later: from a source, or from the operator."""
         return not self.discovery.is_empty or self.auth.admin_key is not None
+
+    def open_files_needed(self) -> int:
+        """Files this process may have to hold open at once."""
+        workers = self.worker_configs()
+        slots = sum(worker.batch_limit for worker in workers)
+        slots += 2 * self.mock.workers * self.mock.batch_limit
+        return files_needed(
+            queue_max=self.control.queue_max,
+            slots=slots,
+            workers=len(workers) + 2 * self.mock.workers,
+        )
 
 
 def check_environment(environ: Mapping[str, str]) -> None:

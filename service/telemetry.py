@@ -7,12 +7,13 @@ tenants of the settings, never anything a client chose.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Final
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -101,6 +102,7 @@ class Sources:
         retries: other workers tried, by reason.
         handoffs: ends of first legs, by result.
         refresh_failures: price refreshes that raised.
+        bytes_held: of request bodies in memory.
     """
 
     queue: Callable[[], QueueStats]
@@ -108,6 +110,7 @@ class Sources:
     light: Callable[[], tuple[int, dict[str, int]]]
     retries: Callable[[], dict[str, int]]
     refresh_failures: Callable[[], int]
+    bytes_held: Callable[[], int]
     handoffs: Callable[[], dict[str, int]] = dict
 
 
@@ -116,6 +119,8 @@ class Telemetry:
 
     def __init__(self, log: structlog.typing.FilteringBoundLogger, *, log_requests: bool) -> None:
         self.registry = CollectorRegistry()
+        # Memory, CPU time and open files of this process, by their usual names.
+        ProcessCollector(registry=self.registry)
         self._log = log
         self._log_requests = log_requests
         self._ttft_s = self._histogram("ttft", "Time to first token of streams", LATENCY_BUCKETS_S)
@@ -192,12 +197,16 @@ class _StateCollector(Collector):
         yield _counter("light_ended", "How they ended", _keyed(ended), ["outcome"])
         yield _counter(
             "retries",
-            "Other workers tried before the first byte",
+            "Other workers tried before the first byte; over_budget: not tried, as too many were",
             {(reason,): count for reason, count in self._sources.retries().items()},
             ["reason"],
         )
         failures = self._sources.refresh_failures()
         yield _counter("price_refresh_failures", "Price refreshes that raised", {(): failures})
+        held = self._sources.bytes_held()
+        yield _gauge("body_bytes_held", "Bytes of request bodies in memory", held)
+        tasks = len(asyncio.all_tasks())
+        yield _gauge("tasks", "Asyncio tasks alive: a few, and a few for each request", tasks)
 
 
 def _queue_series(stats: QueueStats) -> Iterator[Metric]:
@@ -228,6 +237,10 @@ def _decision_series(stats: QueueStats) -> Iterator[Metric]:
     yield _counter("ticks", "Decisions", {(): router.ticks})
     yield _counter("tick_errors", "Decisions that raised", {(): stats.tick_errors})
     yield _counter("event_errors", "Events the router could not book", {(): stats.event_errors})
+    yield _gauge(
+        "falling_back", "Whether decisions are first come first served", stats.falling_back
+    )
+    yield _counter("late_ticks", "Decisions over their time", {(): stats.late_ticks})
     yield _counter(
         "fallback_ticks", "Decisions first come first served", {(): router.fallback_ticks}
     )
@@ -237,7 +250,8 @@ def _decision_series(stats: QueueStats) -> Iterator[Metric]:
     yield _counter("prices_dropped", "Prices not adopted", {(): router.prices_dropped})
     changes = {"rise": router.rate_rises, "fall": router.rate_falls}
     yield _counter("rate_shifts", "Changes of the arrival rate noticed", _keyed(changes), ["kind"])
-    yield _gauge("price_age_seconds", "Age of the prices in use", router.price_age_s)
+    age_s = router.price_age_s
+    yield _gauge("price_age_seconds", "Age of the prices in use; absent before the first", age_s)
 
 
 def _prefill_series(router: RouterStats) -> Iterator[Metric]:
@@ -325,14 +339,16 @@ def _watch_series(watches: Iterable[WatchStats]) -> Iterator[Metric]:
         ("scrapes_failed", "Failed scrapes"),
         ("health_failures", "Failed health checks"),
         ("times_lost", "Times it went down"),
+        ("stalls", "Times its engine stood still with requests running"),
         ("restarts", "Times it was restarted"),
     ):
         counts = {watch.worker_id: getattr(watch, name) for watch in watches}
         yield _counter(f"worker_{name}", text, _keyed(counts), ["worker"])
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"bidgate_{name}", text, value=float(value))
+def _gauge(name: str, text: str, value: float | None) -> Metric:
+    """A gauge; one that has no value yet is announced without a sample."""
+    return GaugeMetricFamily(f"bidgate_{name}", text, value=None if value is None else float(value))
 
 
 def _per_worker(name: str, text: str, values: dict[str, float]) -> Metric:

@@ -17,6 +17,7 @@ from service.control.events import (
     WorkerSpec,
     WorkerState,
 )
+from service.engine_progress import EngineProgress
 from service.engine_ranks import part_of
 from service.engine_reports import EngineReports
 
@@ -39,6 +40,7 @@ class WatchedWorker:
         config: as configured; what it leaves open is learned.
         publish: takes the events; must not raise or wait.
         log: of the fleet, without the worker.
+        stalled_after_s: how long its engine may stand still with requests running.
 
     Attributes:
         config: as given.
@@ -48,9 +50,16 @@ class WatchedWorker:
         exists: False once a page that shows every engine did not show this rank.
         draining: whether it takes no new requests while it is up.
         introduced: whether the controller knows it.
+        stalls: how often its engine stood still with requests running.
     """
 
-    def __init__(self, config: WorkerConfig, publish: Publish, log: FilteringBoundLogger) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        publish: Publish,
+        log: FilteringBoundLogger,
+        stalled_after_s: float,
+    ) -> None:
         self.config = config
         self.state = WorkerState.DOWN
         self.report = WorkerReport()
@@ -58,9 +67,18 @@ class WatchedWorker:
         self.exists = True
         self.draining = False
         self.introduced = False
+        self.stalls = 0
+        self._stalled = False
+        self._stalled_after_s = stalled_after_s
+        self._progress = EngineProgress()
         self._publish = publish
         self._reports = EngineReports(config)
         self._log = log.bind(worker=config.worker_id)
+
+    @property
+    def usable(self) -> bool:
+        """Whether requests may be started on it while its server is up."""
+        return self.exists and not self._stalled
 
     def join(self) -> None:
         """Introduce the worker to the controller, down until its server has answered."""
@@ -80,9 +98,9 @@ class WatchedWorker:
         self._publish(WorkerGone(self.config.worker_id))
 
     def come_up(self) -> None:
-        """Let requests be started, unless the rank drains or does not exist."""
+        """Let requests be started, unless the rank drains, does not exist or hangs."""
         state = WorkerState.DRAINING if self.draining else WorkerState.UP
-        if self.exists and self.state is not state:
+        if self.usable and self.state is not state:
             if self.state is WorkerState.DOWN:
                 self._log.info("worker_up", batch_limit=self.config.batch_limit)
             self.state = state
@@ -109,8 +127,18 @@ class WatchedWorker:
         self.exists = part is not None or not complete
         if part is not None:
             self.tell(self._reports.report(part, models), sent_at_s)
+            self._mind_stall(self._progress.note(part, sent_at_s))
         elif models is not None:
             self.tell(WorkerReport(models=models), sent_at_s)
+
+    def _mind_stall(self, still_s: float) -> None:
+        """Note whether the engine hangs: then its HTTP server may well answer everything else."""
+        was_stalled, self._stalled = self._stalled, still_s > self._stalled_after_s
+        if self._stalled and not was_stalled:
+            self.stalls += 1
+            self._log.warning("worker_stalled", still_s=round(still_s, 1))
+        elif was_stalled and not self._stalled:
+            self._log.info("worker_moves_again")
 
     def tell(self, report: WorkerReport, sent_at_s: float) -> None:
         """Publish a report."""

@@ -5,7 +5,7 @@ One pool per worker, as a shared pool is scanned in full at every request.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import httpx
@@ -13,9 +13,26 @@ from httpx_aiohttp import AiohttpTransport
 
 from service.address_guard import GuardedResolver
 
+if TYPE_CHECKING:
+    from aiohttp.connector import Connection
+
 BROKEN: Final = (httpx.HTTPError, httpx.StreamError, aiohttp.ClientError, OSError)
 """What a transport may raise while a response is read."""
+
 AUTO_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")
+
+
+class _Response(aiohttp.ClientResponse):
+    """A response whose reason phrase can be encoded whatever bytes a worker puts there.
+
+    The transport encodes it as UTF-8, which would raise after the response has begun.
+    """
+
+    async def start(self, connection: Connection) -> aiohttp.ClientResponse:
+        await super().start(connection)
+        if self.reason is not None and not self.reason.isascii():
+            self.reason = self.reason.encode("ascii", "replace").decode("ascii")
+        return self
 
 
 class WorkerTransport(AiohttpTransport):
@@ -43,6 +60,7 @@ class WorkerTransport(AiohttpTransport):
                 skip_auto_headers=AUTO_HEADERS,
                 trust_env=False,
                 auto_decompress=False,
+                response_class=_Response,
             )
 
         super().__init__(trust_env=False, client=open_session)

@@ -140,7 +140,8 @@ class WorkerWatch:
 
     def add(self, worker: WorkerConfig) -> WatchedWorker:
         """Watch one more rank of the server."""
-        added = WatchedWorker(worker, self._publish, structlog.get_logger("bidgate.fleet"))
+        log = structlog.get_logger("bidgate.fleet")
+        added = WatchedWorker(worker, self._publish, log, self._config.stalled_after_s)
         self._workers[worker.worker_id] = added
         return added
 
@@ -231,6 +232,7 @@ class WorkerWatch:
             malformed_lines=self._counts.malformed_lines,
             health_failures=self._counts.health_failures,
             times_lost=self._counts.times_lost,
+            stalls=worker.stalls,
             restarts=worker.restarts,
             report=worker.report,
         )
@@ -321,7 +323,7 @@ class WorkerWatch:
     def _show_states(self) -> None:
         """Put the workers of a server that is up to use, but no rank that does not exist."""
         for worker in self._workers.values():
-            if self._up and worker.exists:
+            if self._up and worker.usable:
                 worker.come_up()
             else:
                 worker.go_down()

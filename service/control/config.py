@@ -254,6 +254,8 @@ class ControlConfig:
         queue_max: most requests that may wait.
         max_wait_s: longest wait of a request in the central queue.
         no_worker_hold_s: how long a request waits for any worker to come up.
+        slow_start_s: a worker that comes up while others serve gets its batch slots one after the
+            other over this time: it is cold, and may fail again; 0 switches it off.
         decode_tokens_default: forecast for a request about which nothing is known.
         seed: of every random choice.
     """
@@ -275,6 +277,7 @@ class ControlConfig:
     queue_max: int = 10_000
     max_wait_s: float = 120.0
     no_worker_hold_s: float = 5.0
+    slow_start_s: float = 5.0
     decode_tokens_default: int = 256
     seed: int = 0
 
@@ -297,6 +300,7 @@ class ControlConfig:
                 "age_floor_s",
                 "max_wait_s",
                 "no_worker_hold_s",
+                "slow_start_s",
                 "seed",
             ),
         )

@@ -36,6 +36,7 @@ NUMBERS = (
     "engine_waiting",
     "reported_at_s",
     "left_up_s",
+    "came_up_s",
 )
 """Attributes of a worker that are also kept as arrays over workers."""
 LIMITS = ("batch_limit", "kv_capacity_tokens", "block_tokens")
@@ -60,6 +61,7 @@ class Worker:
     engine_waiting: int = 0
     reported_at_s: float = -np.inf
     left_up_s: float = -np.inf
+    came_up_s: float = -np.inf
     recent_ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=ENDS_MAX))
 
     def ends_since(self, since_s: float) -> int:
@@ -94,6 +96,9 @@ class Shapes:
 class FleetState:
     """All workers, in the order they joined; the index is the column index g.
 
+    Args:
+        slow_start_s: over this time a worker that comes up beside others gets its batch slots.
+
     Attributes:
         workers: the workers. index: their place by id. worker_ids: their ids in order.
         prefill: the prefill workers, which have no index.
@@ -101,8 +106,10 @@ class FleetState:
             an empty one can hold.
     """
 
-    def __init__(self, handoff: HandoffConfig | None = None) -> None:
+    def __init__(self, handoff: HandoffConfig | None = None, slow_start_s: float = 0.0) -> None:
         self.prefill = PrefillPool(handoff or HandoffConfig())
+        self._slow_start_s = slow_start_s
+        self._slow_until_s = -np.inf
         self.workers: list[Worker] = []
         self.index: dict[str, int] = {}
         self.worker_ids: tuple[str, ...] = ()
@@ -150,6 +157,9 @@ class FleetState:
         worker = self.workers[g]
         if worker.state is WorkerState.UP and state is not WorkerState.UP:
             worker.left_up_s = now_s
+        if worker.state is not WorkerState.UP and state is WorkerState.UP and self._up.any():
+            worker.came_up_s = now_s
+            self._slow_until_s = now_s + self._slow_start_s
         worker.state = state
         if state is WorkerState.DOWN:
             worker.foreign_active = worker.excess_active = worker.engine_waiting = 0
@@ -245,6 +255,14 @@ class FleetState:
     def left_up_s(self, model: str) -> float:
         """When a worker that serves a model last ceased to be up; -inf when none did."""
         return float(self._numbers["left_up_s"][self.serves(model)].max(initial=-np.inf))
+
+    def batch_limit(self, now_s: float) -> FloatArray:
+        """(g,) batch slots that may be used now, at least one; all but where a worker is new."""
+        limit = self._numbers["batch_limit"]
+        if now_s >= self._slow_until_s:
+            return limit
+        share = np.clip((now_s - self._numbers["came_up_s"]) / self._slow_start_s, 0.0, 1.0)
+        return np.maximum(1.0, np.ceil(limit * share))
 
     def up(self) -> BoolArray:
         """(g,) which workers may take new requests; read-only."""

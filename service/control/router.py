@@ -46,11 +46,12 @@ from service.control.stats import Counters, RouterStats
 from service.control.tenants import Tenants
 from service.control.view import Pair
 from service.control.waiting import Entry, Route, WaitingRoom, fit_to_fleet
-from service.control.worker_stats import has_free_slot, worker_stats
+from service.control.worker_stats import free_slots, has_free_slot, worker_stats
 
 TICK_MIN_S = 0.001
 IDLE_REFRESH_S = 1.0
 """Time between two price refreshes while no request waits."""
+TOO_SLOW = "its decisions took too long"
 RETURNS_MAX = 8
 """Workers that may turn one request away before it is refused."""
 
@@ -63,7 +64,7 @@ class Router:
         self._policy = make_policy(config)
         self._fallback = CentralFcfs()
         self._predictor = LengthPredictor(config.decode_tokens_default)
-        self._fleet = FleetState(config.handoff)
+        self._fleet = FleetState(config.handoff, config.slow_start_s)
         self._waiting = WaitingRoom()
         self._handoff = Handoff(config.handoff, self._fleet, self._waiting)
         self._ledger = Ledger(self._predictor)
@@ -82,6 +83,7 @@ class Router:
         self._adopted_s: float | None = None
         self._asked_s = -np.inf
         self._natural: tuple[FloatArray, FloatArray] | None = None
+        self._policy_rests_until_s = -np.inf
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Book one event; answers only refusals that need no decision (queue full, too large).
@@ -111,6 +113,10 @@ class Router:
             case _:
                 assert_never(event)
         return []
+
+    def rest_policy(self, until_s: float) -> None:
+        """Decide by the fallback until then: the policy has been too slow."""
+        self._policy_rests_until_s = until_s
 
     def tick(self, now_s: float) -> list[Command]:
         """Decide: refusals of those who waited too long, then starts in order of admission.
@@ -198,7 +204,7 @@ class Router:
             last_fault=counters.last_fault,
             price_refreshes=counters.price_refreshes,
             prices_dropped=counters.prices_dropped,
-            price_age_s=0.0 if self._adopted_s is None else now_s - self._adopted_s,
+            price_age_s=None if self._adopted_s is None else now_s - self._adopted_s,
             arrivals_per_s=self._rate.per_s(now_s),
             tenants=self._tenants.stats(self._waiting.tenants),
             rate_rises=self._rate.rises,
@@ -254,8 +260,10 @@ class Router:
 
     def _turn_away(self, entry: Entry) -> tuple[Refusal, str] | None:
         """Reasons to refuse at once, before any wait."""
-        if len(self._waiting) > self._config.queue_max:
-            return Refusal.QUEUE_FULL, f"{self._config.queue_max} requests are waiting already"
+        # Those who arrive at one instant are counted before the tick that starts some of them.
+        waiting, room = len(self._waiting), self._config.queue_max
+        if waiting > room and waiting > room + free_slots(self._fleet, self._ledger).sum():
+            return Refusal.QUEUE_FULL, f"{room} requests are waiting already"
         if not len(self._fleet):
             return None
         model = entry.request.model
@@ -389,6 +397,10 @@ class Router:
         view = self._sight.view(now_s, self._rate.per_s(now_s))
         if self._config.prices.inline:
             self._natural = None
+        if now_s < self._policy_rests_until_s:
+            self._counters.fallback_ticks += 1
+            self._counters.last_fault = TOO_SLOW
+            return checked(self._fallback.decide(view), view)
         try:
             return checked(self._policy.decide(view), view)
         except Exception as fault:  # the one place: a broken policy must not stop the service

@@ -74,7 +74,7 @@ class Sight:
             ),
             fleet=FleetView(
                 worker_ids=fleet.worker_ids,
-                batch_limit=fleet.array("batch_limit"),
+                batch_limit=fleet.batch_limit(now_s),
                 kv_capacity_tokens=fleet.array("kv_capacity_tokens"),
                 block_tokens=fleet.array("block_tokens"),
                 iteration_s=fleet.array("iteration_s"),

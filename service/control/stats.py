@@ -86,6 +86,7 @@ class RouterStats:
         prefills: prompts sent to a prefill worker. holds_passed: of those held between the legs,
             how many waited longer than hold_s. whole_on_decode: requests that cannot be split and
             went to a decode worker, which computes their prompt.
+        price_age_s: of the prices in use; None while there are none yet.
     """
 
     entered: int
@@ -101,7 +102,7 @@ class RouterStats:
     last_fault: str
     price_refreshes: int
     prices_dropped: int
-    price_age_s: float
+    price_age_s: float | None
     arrivals_per_s: float
     prefills: int
     holds_passed: int

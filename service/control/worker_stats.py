@@ -14,11 +14,16 @@ if TYPE_CHECKING:
     from service.control.ledger import Ledger
 
 
-def has_free_slot(fleet: FleetState, ledger: Ledger) -> BoolArray:
-    """(g,) up, with a free batch slot."""
+def free_slots(fleet: FleetState, ledger: Ledger) -> FloatArray:
+    """(g,) batch slots that nobody holds on workers that are up; 0 on others."""
     own = ledger.sequences_per_worker(len(fleet))
     free = fleet.array("batch_limit") - own - fleet.array("foreign_active")
-    return np.asarray(fleet.up() & (free >= 1))
+    return np.asarray(np.where(fleet.up(), np.maximum(free, 0.0), 0.0))
+
+
+def has_free_slot(fleet: FleetState, ledger: Ledger) -> BoolArray:
+    """(g,) up, with a free batch slot."""
+    return np.asarray(free_slots(fleet, ledger) >= 1)
 
 
 def worker_stats(

@@ -102,6 +102,10 @@ class MockEngine:
     Args:
         config: of the worker.
         label: the engine's number in the series.
+
+    Attributes:
+        series: what /metrics shows.
+        slowdown: how many times longer iterations take than they should; at least 1 in sense.
     """
 
     def __init__(self, config: MockWorkerConfig, label: int = 0) -> None:
@@ -118,6 +122,9 @@ class MockEngine:
         self._held: dict[str, tuple[Generation, Decode]] = {}
         self._submitted = 0
         self._work = asyncio.Event()
+        self._going = asyncio.Event()
+        self._going.set()
+        self.slowdown = 1.0
         self._alive = False
         self._runner: asyncio.Task[None] | None = None
         self.series = EngineSeries(config, self._model.stats(), label, time.time())
@@ -188,11 +195,20 @@ class MockEngine:
         if self._runner is not None:
             self._runner.cancel()
 
+    def pause(self) -> None:
+        """Make no progress until resume(): a hung engine behind a server that still answers."""
+        self._going.clear()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._going.set()
+
     async def _iterate(self) -> None:
         """Each iteration ends on a schedule that the ones before it set, so lateness never adds."""
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:
+            await self._going.wait()
             began_s = loop.time()
             duration_s = self._model.begin_iteration()
             if duration_s is None:
@@ -203,7 +219,7 @@ class MockEngine:
                 continue
             if began_s - due_s > LAG_MAX_S:
                 due_s = began_s
-            due_s += duration_s / self._config.time_scale
+            due_s += duration_s * self.slowdown / self._config.time_scale
             await asyncio.sleep(max(0.0, due_s - loop.time()))
             self._deliver(self._model.end_iteration(), began_s, loop.time())
 

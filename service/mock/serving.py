@@ -11,12 +11,15 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.mock.worker import MockServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
     from types import FrameType
+
+    from starlette.types import ASGIApp
 
     from service.mock.worker_config import MockWorkerConfig
 
@@ -35,18 +38,27 @@ class MockHttpServer(uvicorn.Server):
         host: address to listen on, unless sockets are given to serve().
         port: port to listen on; 0 takes a free one.
         log_level: uvicorn's; None leaves logging as the process has set it.
+        app: what is served in the place of the worker's own application.
+        protocol: how HTTP is spoken on a connection.
     """
 
     def __init__(
-        self, mock: MockServer, *, host: str = "127.0.0.1", port: int = 0, log_level: str | None
+        self,
+        mock: MockServer,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        log_level: str | None,
+        app: ASGIApp | None = None,
+        protocol: type[asyncio.Protocol] = HttpToolsProtocol,
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                mock.app,
+                app or mock.app,
                 host=host,
                 port=port,
                 loop="uvloop",
-                http="httptools",
+                http=protocol,
                 ws="none",
                 lifespan="on",
                 log_level=log_level,
@@ -73,8 +85,14 @@ class MockHttpServer(uvicorn.Server):
 class EmbeddedServer(MockHttpServer):
     """A server as a task among others: it leaves the process's signals alone."""
 
-    def __init__(self, mock: MockServer) -> None:
-        super().__init__(mock, log_level=None)
+    def __init__(
+        self,
+        mock: MockServer,
+        *,
+        app: ASGIApp | None = None,
+        protocol: type[asyncio.Protocol] = HttpToolsProtocol,
+    ) -> None:
+        super().__init__(mock, log_level=None, app=app, protocol=protocol)
         self._settled = asyncio.Event()
 
     @contextlib.contextmanager

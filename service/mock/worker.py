@@ -97,6 +97,11 @@ class MockServer:
         for engine in self.engines:
             engine.stop()
 
+    @property
+    def load(self) -> int:
+        """Requests of the generation routes inside now."""
+        return self._load
+
     def _posted(self, path: str, read: Callable[[bytes], Asked], prefix: str) -> Route:
         """Route POSTs to the engine."""
 

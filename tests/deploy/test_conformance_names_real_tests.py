@@ -10,7 +10,7 @@ from tests.deploy.commands import ROOT
 
 PAGE = (ROOT / "docs/conformance.md").read_text(encoding="utf-8")
 REFERENCE = re.compile(
-    r"((?:service|control|vllm|loadgen)/test_\w+\.py)\s((?:`test_\w+`(?:, )?)+|\d+)"
+    r"((?:service|control|vllm|loadgen|chaos|fuzz)/test_\w+\.py)\s((?:`test_\w+`(?:, )?)+|\d+)"
 )
 ROWS = [
     line

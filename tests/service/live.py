@@ -99,7 +99,7 @@ async def serving(
     quick = WatchConfig(metrics_interval_s=0.05, reprobe_min_s=0.05, reprobe_max_s=0.2)
     settings = Settings(**{"workers": tuple(urls), "watch": quick} | groups)  # type: ignore[arg-type]
     service = assemble(settings)
-    config = ServerConfig(port=0, drain_s=5.0)
+    config = settings.server if "server" in groups else ServerConfig(port=0, drain_s=5.0)
     with listen("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = QuietServer(service, config, structlog.get_logger())

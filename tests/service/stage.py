@@ -19,7 +19,7 @@ from service.central_queue import CentralQueue, QueueConfig, QueueStats
 from service.control.config import ControlConfig, PolicyName
 from service.control.events import Outcome, Refusal, Role, WorkerJoined, WorkerSpec
 from service.control.router import Router
-from service.edge import Doors, Edge, EdgeConfig, make_ways, reading
+from service.edge import Doors, Edge, EdgeConfig, Inside, make_ways, reading
 from service.fleet_types import Candidate
 from service.forwarder import ForwardConfig, Forwarder
 from service.light import LightConfig, LightPath
@@ -104,8 +104,9 @@ class Stage:
     def __post_init__(self) -> None:
         log = structlog.get_logger()
         self.telemetry = Telemetry(log, log_requests=True)
+        self.router = Router(self.control)
         self.queue = CentralQueue(
-            router=Router(self.control),
+            router=self.router,
             refresher=InlineRefresher(),
             config=QueueConfig(),
             on_tick=self.telemetry.observe_tick,
@@ -133,6 +134,7 @@ class Stage:
         self.light_path = LightPath(
             workers=self, draining=lambda: self.queue.draining, config=self.light
         )
+        self.inside = Inside(self.edge)
         self.telemetry.watch(
             Sources(
                 queue=self.queue.stats,
@@ -141,6 +143,7 @@ class Stage:
                 retries=lambda: dict(self.forwarder.retries),
                 handoffs=lambda: dict(self.forwarder.handoffs),
                 refresh_failures=lambda: 0,
+                bytes_held=lambda: self.inside.bytes.held,
             )
         )
         self.door = Door()
@@ -171,6 +174,7 @@ class Stage:
             ),
             telemetry=self.telemetry,
             door=self.door,
+            inside=self.inside,
             config=lambda: self.edge,
             log=log,
         )
@@ -196,6 +200,7 @@ class Stage:
             assert (stats.event_errors, stats.tick_errors) == (0, 0)
             assert (stats.held, stats.router.waiting, stats.router.running) == (0, 0, 0)
             assert self.light_path.held == 0
+            assert self.inside.bytes.held == 0
         finally:
             task.cancel()
 

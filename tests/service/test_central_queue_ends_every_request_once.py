@@ -31,6 +31,7 @@ from service.control.events import (
     WorkerState,
 )
 from service.control.router import Router
+from service.control.view import Pair, View
 from service.errors import BidgateError, ClientGoneError, RefusedError, WorkerBrokeError
 from service.refresher import InlineRefresher
 from tests.clock import run_virtual
@@ -399,5 +400,39 @@ def test_every_request_that_enters_ends_exactly_once_whatever_is_cancelled_when(
         assert (stats.event_errors, stats.tick_errors) == (0, 0)
         lefts = Counter(item.request_id for item in router.events if isinstance(item, Left))
         assert all(count == 1 for count in lefts.values())
+
+    run_virtual(scenario())
+
+
+def test_a_policy_that_is_too_slow_rests_and_requests_start_first_come_first_served() -> None:
+    async def scenario() -> None:
+        queue, router = make_queue(policy=PolicyName.ONLINE_LP)
+        loop = asyncio.get_running_loop()
+        decided = router._policy.decide
+        decisions = 0
+
+        def slow(view: View) -> list[Pair]:
+            nonlocal decisions
+            decisions += 1
+            loop.now_s += 0.4  # type: ignore[attr-defined]  # the virtual clock of tests
+            return decided(view)
+
+        router._policy.decide = slow  # type: ignore[method-assign]
+        with capture_logs() as logs:
+            for _ in range(3):
+                await hold(queue, 0.0)
+            assert queue.stats().falling_back
+            before = decisions
+            for _ in range(5):
+                await hold(queue, 0.0)
+            assert decisions == before == 3
+        stats = queue.stats()
+        assert (stats.late_ticks, stats.router.fallback_ticks) == (3, 5)
+        assert [line["event"] for line in logs] == ["policy_failed"]
+        await asyncio.sleep(QueueConfig().late_pause_s)
+        assert await hold(queue, 0.0) == "w0"
+        assert decisions == 4
+        assert not queue.stats().falling_back
+        assert ends(queue.stats()) == {"completed": 9}
 
     run_virtual(scenario())

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from service.control.config import ControlConfig, PolicyName
 from service.control.events import WorkerChanged, WorkerGone, WorkerState
 from service.control.stats import WorkerStats
+from service.control.view import Pair, View
 from service.explain import Scarcity, explain
 from tests.asgi import Exchange
 from tests.clock import run_virtual
@@ -141,6 +142,42 @@ def test_ready_says_why_not() -> None:
             assert await ready(stage) == (200, None)
             stage.queue.drain()
             assert await ready(stage) == (503, "draining")
+
+    run_virtual(scenario())
+
+
+def test_decisions_by_the_fallback_serve_and_are_told() -> None:
+    async def scenario() -> None:
+        stage = Stage(
+            {"a": HandlerTransport(plain)}, control=ControlConfig(policy=PolicyName.ONLINE_LP)
+        )
+
+        def broken(_: View) -> list[Pair]:
+            raise ArithmeticError("a bug")
+
+        async with stage.open():
+            stage.router._policy.decide = broken  # type: ignore[method-assign]
+            assert (await stage.post()).status == 200
+            ready = await stage.send("GET", "/ready")
+            assert (ready.status, json.loads(ready.body)["status"]) == (200, "degraded")
+            series = await scrape(stage)
+            assert value(series, "falling_back") == 1
+            assert value(series, "fallback_ticks_total") == 1
+
+    run_virtual(scenario())
+
+
+def test_prices_have_no_age_before_there_are_any() -> None:
+    async def scenario() -> None:
+        stage = Stage(
+            {"a": HandlerTransport(plain)}, control=ControlConfig(policy=PolicyName.CENTRAL_FCFS)
+        )
+        async with stage.open():
+            await stage.post()
+            names = {name for name, _ in await scrape(stage)}
+            assert "bidgate_price_age_seconds" not in names
+            scarcity = json.loads((await stage.send("GET", "/scarcity")).body)
+            assert scarcity["price_age_s"] is None
 
     run_virtual(scenario())
 

@@ -183,3 +183,16 @@ async def test_cancelling_the_wait_for_a_response_closes_the_connection_at_once(
             await closed.wait()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+async def test_a_reason_that_is_no_text_is_no_error() -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 O\xa7\xffK\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+
+    async with raw_server(script) as url, link() as transport:
+        response = await transport.handle_async_request(post(url))
+        assert response.status_code == 200
+        assert await response.aread() == b"{}"
+        await response.aclose()

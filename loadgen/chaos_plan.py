@@ -1,0 +1,198 @@
+"""What happens in a chaos run and when: requests of every kind, and faults of every worker.
+
+A pure function of its settings: the same seed gives the same plan. Work is counted in
+slot-iterations, sequences times decode iterations, so that the load is a share of what the healthy
+fleet could do.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from service.mock.faults import Fault
+
+ITERATION_S: Final = 0.01
+"""Of the unit profile at time_scale 1."""
+CALM_SHARE: Final = 0.15
+"""Of the run, at its beginning and at its end: no fault begins."""
+DECODE_TOKENS_MAX: Final = 24
+LONG_DECODE_TOKENS: Final = 150
+BLACKOUT_S: Final = 1.0
+DURATIONS_S: Final[dict[Fault, tuple[float, float]]] = {
+    Fault.KILL: (0.2, 3.0),
+    Fault.RESTART: (0.0, 0.0),
+    Fault.FREEZE: (0.3, 5.0),
+    Fault.STALL: (0.3, 5.0),
+    Fault.SLOW: (1.0, 4.0),
+    Fault.RESET: (0.0, 0.0),
+    Fault.GARBAGE: (0.2, 1.5),
+    Fault.FLAP: (0.5, 4.0),
+}
+
+
+class Kind(StrEnum):
+    """Kinds of requests."""
+
+    STREAM = "stream"
+    CHAT_STREAM = "chat_stream"
+    WHOLE = "whole"
+    CHAT = "chat"
+    PARALLEL = "parallel"
+    BATCH = "batch"
+    TOKEN_IDS = "token_ids"
+    LONG = "long"
+    IMPATIENT = "impatient"
+    TOO_LARGE = "too_large"
+    UNKNOWN_MODEL = "unknown_model"
+    NOT_JSON = "not_json"
+    WRONG_FIELD = "wrong_field"
+    MODELS = "models"
+    METRICS = "metrics"
+    NO_SUCH_ROUTE = "no_such_route"
+
+
+KIND_WEIGHTS: Final[dict[Kind, int]] = {
+    Kind.STREAM: 30,
+    Kind.CHAT_STREAM: 20,
+    Kind.WHOLE: 12,
+    Kind.CHAT: 8,
+    Kind.PARALLEL: 4,
+    Kind.BATCH: 4,
+    Kind.TOKEN_IDS: 6,
+    Kind.LONG: 2,
+    Kind.IMPATIENT: 4,
+    Kind.TOO_LARGE: 1,
+    Kind.UNKNOWN_MODEL: 2,
+    Kind.NOT_JSON: 2,
+    Kind.WRONG_FIELD: 2,
+    Kind.MODELS: 1,
+    Kind.METRICS: 1,
+    Kind.NO_SUCH_ROUTE: 1,
+}
+UNSERVED: Final = frozenset(
+    {
+        Kind.TOO_LARGE,
+        Kind.UNKNOWN_MODEL,
+        Kind.NOT_JSON,
+        Kind.WRONG_FIELD,
+        Kind.MODELS,
+        Kind.METRICS,
+        Kind.NO_SUCH_ROUTE,
+    }
+)
+"""Kinds that no worker generates for."""
+SEQUENCES: Final[dict[Kind, int]] = {Kind.PARALLEL: 2, Kind.BATCH: 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosSpec:
+    """One chaos run.
+
+    Attributes:
+        seconds: how long requests arrive.
+        seed: of everything that is drawn.
+        workers: mock workers.
+        batch_limit: sequences in one worker's batch.
+        time_scale: how many times faster than 10 ms an iteration the workers run.
+        load: offered work over what the healthy fleet can do.
+        leave_share: share of the clients that leave before their answer is complete.
+        dawdle_share: share of the clients that stop reading for a while.
+        faults_per_s: how often something goes wrong, over the fleet.
+    """
+
+    seconds: float = 120.0
+    seed: int = 0
+    workers: int = 8
+    batch_limit: int = 8
+    time_scale: float = 0.2
+    load: float = 1.2
+    leave_share: float = 0.15
+    dawdle_share: float = 0.05
+    faults_per_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse runs that cannot be."""
+        if not (self.seconds >= 1 and self.time_scale > 0 and self.load > 0):
+            raise ValueError("seconds must be at least 1, time_scale and load positive")
+        if self.workers < 1 or self.batch_limit < max(SEQUENCES.values()):
+            raise ValueError(f"give a worker, and a batch of at least {max(SEQUENCES.values())}")
+
+    @property
+    def capacity_per_s(self) -> float:
+        """Slot-iterations a second of the healthy fleet."""
+        return self.workers * self.batch_limit * self.time_scale / ITERATION_S
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request.
+
+    Attributes:
+        at_s: when it is sent, seconds after the start. index: its place in order of time.
+        kind: what it asks. decode_tokens: how long the answer of a sequence is.
+        leave_s: after how many seconds the client leaves, if it has no answer by then; or None.
+        dawdle_s: how long it does not read after the first bytes of the answer.
+    """
+
+    at_s: float
+    index: int
+    kind: Kind
+    decode_tokens: int
+    leave_s: float | None
+    dawdle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFault:
+    """One fault: a worker has it from at_s on, for for_s seconds."""
+
+    at_s: float
+    worker: int
+    fault: Fault
+    for_s: float
+
+
+def plan_requests(spec: ChaosSpec) -> list[PlannedRequest]:
+    """Draw requests until their work is the load, and spread them evenly at random."""
+    rng = random.Random(f"requests {spec.seed}")
+    kinds, weights = list(KIND_WEIGHTS), list(KIND_WEIGHTS.values())
+    budget = spec.load * spec.capacity_per_s * spec.seconds
+    drawn: list[tuple[Kind, int, float | None, float]] = []
+    while budget > 0:
+        kind = rng.choices(kinds, weights)[0]
+        tokens = LONG_DECODE_TOKENS if kind is Kind.LONG else rng.randint(1, DECODE_TOKENS_MAX)
+        leave_s = rng.uniform(0.0, 3.0) if rng.random() < spec.leave_share else None
+        dawdle_s = rng.uniform(0.1, 2.0) if rng.random() < spec.dawdle_share else 0.0
+        drawn.append((kind, tokens, leave_s, dawdle_s))
+        if kind not in UNSERVED:
+            budget -= SEQUENCES.get(kind, 1) * (tokens + 1)
+    times_s = sorted(rng.uniform(0.0, spec.seconds) for _ in drawn)
+    return [
+        PlannedRequest(at_s, index, *one)
+        for index, (at_s, one) in enumerate(zip(times_s, drawn, strict=True))
+    ]
+
+
+def plan_faults(spec: ChaosSpec) -> list[PlannedFault]:
+    """Deal faults from a shuffled deck, so that each kind comes up; once every worker is killed."""
+    rng = random.Random(f"faults {spec.seed}")
+    calm_s = CALM_SHARE * spec.seconds
+    at_s = calm_s
+    plan: list[PlannedFault] = []
+    deck: list[Fault] = []
+    while at_s < spec.seconds - calm_s:
+        if not deck:
+            deck = list(Fault)
+            rng.shuffle(deck)
+        fault = deck.pop()
+        for_s = rng.uniform(*DURATIONS_S[fault])
+        plan.append(PlannedFault(at_s, rng.randrange(spec.workers), fault, for_s))
+        at_s += rng.expovariate(spec.faults_per_s)
+    blackout = (
+        PlannedFault(spec.seconds / 2, worker, Fault.KILL, BLACKOUT_S)
+        for worker in range(spec.workers)
+    )
+    return sorted((*plan, *blackout), key=lambda one: one.at_s)

@@ -1,0 +1,72 @@
+"""1 edge: how many bytes of request bodies may be in memory at once, over all requests.
+
+A bound on requests alone is none on memory: ten thousand may wait, each with a body of megabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from starlette.types import Message, Receive
+
+from service.control.events import Refusal
+from service.errors import RefusedError
+
+ASK_LATER_S: Final = 5
+
+
+class Claim:
+    """What one request holds."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self.held = 0
+
+    def add(self, size: int) -> None:
+        """Hold more bytes.
+
+        Raises:
+            RefusedError: there are too many already.
+        """
+        budget = self._budget
+        if budget.held + size > budget.bytes_max:
+            raise RefusedError(
+                Refusal.QUEUE_FULL,
+                f"the requests inside hold {budget.held} bytes already",
+                retry_after_s=ASK_LATER_S,
+            )
+        budget.held += size
+        self.held += size
+
+    def counting(self, receive: Receive) -> Receive:
+        """Hold every byte of a body that comes this way."""
+
+        async def counted() -> Message:
+            message = await receive()
+            self.add(len(message.get("body", b"")))
+            return message
+
+        return counted
+
+
+class ByteBudget:
+    """Counts the bytes of bodies, from the first part that arrives to the end of the request.
+
+    Attributes:
+        bytes_max: most that may be held. held: now.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.held = 0
+
+    @contextmanager
+    def claim(self) -> Iterator[Claim]:
+        """Hold bytes for a block; however it ends, they are given back."""
+        claim = Claim(self)
+        try:
+            yield claim
+        finally:
+            self.held -= claim.held

@@ -1,0 +1,110 @@
+"""Workers that fail in every way, clients that leave: every request ends once, nothing is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loadgen.chaos import run_chaos
+from loadgen.chaos_client import Answer, End, judge
+from loadgen.chaos_plan import UNSERVED, ChaosSpec, Kind, plan_faults, plan_requests
+from loadgen.chaos_verdict import Books, memory_growth_mib, read_page
+from service.mock.faults import Fault
+
+SECONDS = 12.0
+
+
+@pytest.mark.timeout(300)  # slow machines: three processes share what there is
+async def test_a_short_run_with_every_fault_and_every_kind_of_request_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    report = await run_chaos(ChaosSpec(seconds=SECONDS, seed=1), tmp_path)
+    assert report.troubles == []
+    assert report.wrong == []
+    # It was chaos: every fault was done, and clients saw every way to end.
+    assert set(report.faults) == set(Fault)
+    assert {End.COMPLETED, End.FAILED, End.LEFT, End.REFUSED} <= set(report.ends)
+    assert report.ends[End.COMPLETED] > report.requests / 4
+
+
+def test_the_same_seed_is_the_same_plan_and_another_seed_is_not() -> None:
+    spec = ChaosSpec(seconds=30.0, seed=3)
+    assert plan_requests(spec) == plan_requests(spec)
+    assert plan_faults(spec) == plan_faults(spec)
+    other = replace(spec, seed=4)
+    assert plan_requests(other) != plan_requests(spec)
+    assert plan_faults(other) != plan_faults(spec)
+
+
+def test_a_plan_offers_the_load_that_was_asked_for_and_everything_that_can_go_wrong() -> None:
+    spec = ChaosSpec(seconds=120.0, load=1.2)
+    requests, faults = plan_requests(spec), plan_faults(spec)
+    sequences = {Kind.PARALLEL: 2, Kind.BATCH: 3}
+    work = sum(
+        sequences.get(request.kind, 1) * (request.decode_tokens + 1)
+        for request in requests
+        if request.kind not in UNSERVED
+    )
+    assert work == pytest.approx(1.2 * 120.0 * spec.capacity_per_s, rel=0.01)
+    assert {request.kind for request in requests} == set(Kind)
+    assert {fault.fault for fault in faults} == set(Fault)
+    assert len(requests) > 5000
+    blackout = [fault for fault in faults if fault.at_s == 60.0]
+    assert {fault.worker for fault in blackout} == set(range(spec.workers))
+
+
+EVENTS = {b"content-type": b"text/event-stream"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "end"),
+    [
+        (Answer(200, EVENTS, bytearray(b"data: {}\n\ndata: [DONE]\n\n"), True), End.COMPLETED),
+        (Answer(200, EVENTS, bytearray(b"data: {}\n\n"), True), End.WRONG),
+        (Answer(200, EVENTS, bytearray(b"data: {}\n\ndata: [DONE]\n\n"), False), End.WRONG),
+        (Answer(200, EVENTS, bytearray(b'data: {"error":{"code":"x"}}\n\n'), True), End.FAILED),
+        (Answer(200, {}, bytearray(b"{}"), True), End.COMPLETED),
+        (Answer(200, {}, bytearray(b"{"), False), End.FAILED),
+        (Answer(500, {}, bytearray(b'{"error":{"type":"server_error"}}'), True), End.WRONG),
+        (Answer(502, {}, bytearray(b"bad gateway"), True), End.WRONG),
+        (Answer(404, {}, bytearray(b"{}"), True), End.WRONG),
+        (Answer(), End.WRONG),
+    ],
+)
+def test_a_client_takes_nothing_for_a_success_that_is_none(answer: Answer, end: End) -> None:
+    assert judge(Kind.STREAM, answer)[0] is end
+
+
+PAGE = """\
+# TYPE bidgate_queue_waiting gauge
+bidgate_queue_waiting 0
+# TYPE bidgate_worker_active gauge
+bidgate_worker_active{worker="a"} 0
+bidgate_worker_active{worker="b"} 2
+# TYPE bidgate_responses counter
+bidgate_responses_total{code="200"} 5
+bidgate_responses_total{code="429"} 1
+# TYPE process_resident_memory_bytes gauge
+process_resident_memory_bytes 104857600
+"""
+
+
+def test_the_books_are_read_from_the_routers_own_page() -> None:
+    books = read_page(PAGE)
+    assert (books.active, books.answered, books.codes, books.workers) == (2, 6, 2, 2)
+    assert books.memory_mib == 100.0
+    assert not books.is_empty
+
+
+def test_memory_that_grows_through_a_run_is_seen_and_a_peak_at_its_start_is_none() -> None:
+    books = read_page(PAGE)
+
+    def samples(memory_mib: list[float]) -> list[Books]:
+        return [replace(books, memory_mib=each) for each in memory_mib]
+
+    grows = samples([100.0 + number for number in range(50)])
+    assert memory_growth_mib(grows) == 30.0
+    peak = samples([100.0] * 5 + [180.0] * 15 + [150.0] * 30)
+    assert memory_growth_mib(peak) == -30.0

@@ -1,0 +1,175 @@
+"""Bodies, headers, queries and metrics pages made by Hypothesis: an answer each, and no 500."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any
+
+import httpx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.app import build
+from service.control.events import WorkerState
+from service.settings import MockConfig, Settings
+from tests.clock import run_virtual
+from tests.fuzz.conftest import examples
+from tests.service.scripted_server import ScriptedServer, page
+from tests.service.stage import HandlerTransport, Stage, answer
+from tests.service.test_fleet_follows_its_workers import watching
+
+BATCH = 10
+FUZZ = settings(
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+KNOWN_PATHS = ("/v1/completions", "/v1/chat/completions")
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["m", "", "\ud800", "x" * 5000])
+)
+values = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+fields = st.sampled_from(
+    (
+        *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "best_of"),
+        *("stream", "stream_options", "priority", "ignore_eos", "min_tokens", "tools", "nvext"),
+        *("vllm_xargs", "kv_transfer_params", "echo", "suffix", "logprobs", "user"),
+    )
+)
+almost_right = st.dictionaries(fields, values, max_size=8).map(
+    lambda extra: {"model": "m", "prompt": "x"} | extra
+)
+bodies = (
+    st.binary(max_size=200)
+    | values.map(lambda value: json.dumps(value).encode())
+    | almost_right.map(lambda value: json.dumps(value).encode("utf-8", "surrogatepass"))
+)
+header_text = st.text(st.characters(min_codepoint=32, max_codepoint=255), max_size=40)
+header_names = st.sampled_from(
+    (
+        *("x-request-id", "x-bidgate-tenant", "x-bidgate-value", "x-bidgate-ttft-ms"),
+        *("x-bidgate-max-wait-ms", "x-bidgate-decode-tokens", "x-llm-d-slo-ttft-ms"),
+        *("authorization", "content-length", "content-type", "connection", "accept-encoding"),
+        *("x-data-parallel-rank", "x-session-id", "traceparent"),
+    )
+)
+headers = st.lists(st.tuples(header_names, header_text), max_size=5)
+
+
+async def fine(_: httpx.Request) -> httpx.Response:
+    return answer()
+
+
+@FUZZ
+@given(cases=st.lists(st.tuples(st.sampled_from(KNOWN_PATHS), bodies, headers), min_size=BATCH))
+def test_every_body_gets_an_answer_of_the_right_shape(
+    cases: list[tuple[str, bytes, list[tuple[str, str]]]], tally: Counter[str]
+) -> None:
+    async def scenario() -> None:
+        async with Stage({"a": HandlerTransport(fine)}).open() as stage:
+            for path, body, extra in cases:
+                exchange = await stage.post(body, path=path, headers=extra)
+                tally[str(exchange.status)] += 1
+                assert exchange.status in {200, 400, 404, 413, 429}, exchange.body
+                assert exchange.complete
+                if exchange.status != 200:
+                    assert set(exchange.error) == {"message", "type", "param", "code"}
+
+    run_virtual(scenario())
+
+
+def documented() -> list[tuple[str, str]]:
+    """(method, path) of everything in our own OpenAPI document."""
+    document: dict[str, Any] = build(Settings(mock=MockConfig(workers=1))).openapi()
+    return [(method.upper(), path) for path, item in document["paths"].items() for method in item]
+
+
+ROUTES = documented()
+
+
+@FUZZ
+@given(
+    cases=st.lists(
+        st.tuples(
+            st.sampled_from(ROUTES),
+            st.sampled_from(("", "GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "X")),
+            st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=30),
+            headers,
+            st.binary(max_size=50),
+        ),
+        min_size=BATCH,
+    )
+)
+def test_every_documented_route_answers_any_method_query_and_headers(
+    cases: list[tuple[tuple[str, str], str, str, list[tuple[str, str]], bytes]],
+    tally: Counter[str],
+) -> None:
+    async def scenario() -> None:
+        async with Stage({"a": HandlerTransport(fine)}).open() as stage:
+            for (method, path), other, query, extra, body in cases:
+                used = other or method
+                exchange = await stage.send(used, f"{path}?{query}", body, headers=extra)
+                tally[str(exchange.status)] += 1
+                assert exchange.status < 500 or path == "/ready", (used, path, exchange.body)
+                assert exchange.complete
+                if used == method:
+                    assert exchange.status in {200, 400, 401, 404, 422, 503}
+
+    run_virtual(scenario())
+
+
+pages = st.binary(max_size=300) | st.lists(
+    st.tuples(
+        st.sampled_from(
+            (
+                *("vllm:num_requests_running", "vllm:num_requests_waiting"),
+                *("vllm:kv_cache_usage_perc", "vllm:cache_config_info"),
+                *("vllm:inter_token_latency_seconds_sum", "vllm:inter_token_latency_seconds_count"),
+                *("vllm:generation_tokens_total", "process_start_time_seconds"),
+            )
+        ),
+        st.sampled_from(
+            ('{engine="0"}', '{engine="1"}', "", '{block_size="0",num_gpu_blocks="-1"}')
+        ),
+        st.sampled_from(("0", "-1", "NaN", "+Inf", "-Inf", "1e308", "1e-308", "9" * 40, "x", "3")),
+    ),
+    max_size=12,
+).map(lambda lines: "".join(f"{name}{labels} {value}\n" for name, labels, value in lines).encode())
+
+
+@FUZZ
+@given(shown=st.lists(pages, min_size=BATCH))
+def test_no_page_of_metrics_takes_a_worker_that_answers_out_of_use(
+    shown: list[bytes], tally: Counter[str]
+) -> None:
+    async def scenario() -> None:
+        server = ScriptedServer(metrics=page())
+        async with watching({"a": server}) as watched:
+            for one in shown:
+                server.metrics = one
+                await asyncio.sleep(0.6)
+                tally["pages"] += 1
+                for report in watched.reports()[-3:]:
+                    assert report.iteration_s is None or report.iteration_s > 0
+                    assert report.running is None or report.running >= 0
+            assert watched.states["a"] == [WorkerState.DOWN, WorkerState.UP]
+
+    run_virtual(scenario())
+
+
+def test_the_documented_routes_are_found() -> None:
+    assert {("GET", "/ready"), ("GET", "/v1/models"), ("GET", "/metrics")} <= set(ROUTES)

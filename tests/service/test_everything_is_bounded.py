@@ -1,0 +1,190 @@
+"""Memory, sockets and time a client can take: heads, bodies, readers that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from service.edge import EdgeConfig
+from service.forwarder import ForwardConfig
+from service.open_files import allow_open_files, files_needed
+from service.settings import ServerConfig, Settings
+from tests.clock import run_virtual
+from tests.service.live import Live, mock, serving_mocks, until
+from tests.service.stage import HandlerTransport, Stage, answer, completion, ends
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+SMALL_HEAD = ServerConfig(port=0, head_bytes_max=4096, head_timeout_s=0.5)
+
+
+@contextlib.asynccontextmanager
+async def connected(live: Live, **options: object) -> AsyncIterator[Connection]:
+    host, port = live.url.removeprefix("http://").rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port), **options)  # type: ignore[arg-type]
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+def posted(fields: bytes) -> bytes:
+    """A request for a completion, as bytes."""
+    body = b'{"model":"mock","prompt":"x","ignore_eos":true,' + fields + b"}"
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n" % len(body) + body
+    )
+
+
+async def read_all(reader: asyncio.StreamReader) -> bytes:
+    """Everything until the server hangs up, reset or not."""
+    got = b""
+    with contextlib.suppress(ConnectionError):
+        while part := await asyncio.wait_for(reader.read(65536), 10.0):
+            got += part
+    return got
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["whole", "without end"])
+@pytest.mark.parametrize("many", [True, False], ids=["many headers", "one long header"])
+async def test_a_head_over_its_bound_is_a_431(many: bool, complete: bool) -> None:
+    short = [b"x-%d: %s\r\n" % (number, b"y" * 90) for number in range(60)]
+    lines = short if many else [b"x: " + b"y" * 6000]
+    async with (
+        serving_mocks([mock()], server=SMALL_HEAD) as live,
+        connected(live) as (reader, writer),
+    ):
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"".join(lines))
+        if complete:
+            writer.write(b"\r\n\r\n")
+        got = await read_all(reader)
+        assert got.startswith(b"HTTP/1.1 431 ")
+        assert b'"code":"head_too_large"' in got
+        assert (await live.client.get(f"{live.url}/health")).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhos"])
+async def test_a_head_that_does_not_come_is_a_408(sent: bytes) -> None:
+    async with (
+        serving_mocks([mock()], server=SMALL_HEAD) as live,
+        connected(live) as (reader, writer),
+    ):
+        writer.write(sent)
+        got = await read_all(reader)
+        assert got.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"head_too_slow"' in got
+
+
+async def test_a_connection_may_idle_between_requests_and_a_long_answer_is_no_slow_head() -> None:
+    async with (
+        serving_mocks([mock()], server=SMALL_HEAD) as live,
+        connected(live) as (reader, writer),
+    ):
+        for _ in range(2):
+            writer.write(posted(b'"max_tokens":80'))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
+            await asyncio.sleep(2 * SMALL_HEAD.head_timeout_s)
+
+
+def test_bodies_together_are_bounded_and_what_is_over_is_told_to_come_back() -> None:
+    async def slow(_: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(1.0)
+        return answer()
+
+    async def scenario() -> None:
+        edge = EdgeConfig(body_bytes_max=1000, held_bytes_max=2500)
+        async with Stage({"a": HandlerTransport(slow)}, edge=edge).open() as stage:
+            body = completion(prompt="x" * 800)
+            tasks = [asyncio.create_task(stage.post(body)) for _ in range(4)]
+            done = await asyncio.gather(*tasks)
+            assert sorted(exchange.status for exchange in done) == [200, 200, 429, 429]
+            refused = next(exchange for exchange in done if exchange.status == 429)
+            assert refused.error["code"] == "queue_full"
+            assert int(refused.header("retry-after") or "") >= 1
+            assert (await stage.post(body)).status == 200
+
+    run_virtual(scenario())
+
+
+def test_body_bytes_of_clients_that_leave_while_sending_are_given_back() -> None:
+    async def never(_: httpx.Request) -> httpx.Response:
+        raise AssertionError("unreachable")
+
+    async def scenario() -> None:
+        async with Stage({"a": HandlerTransport(never)}).open() as stage:
+            for body in (b"{", b"x" * 100, b'{"model": "nope", "prompt": "x"}'):
+                await stage.post(body)
+            assert stage.inside.bytes.held == 0
+
+    run_virtual(scenario())
+
+
+async def test_a_client_that_stops_reading_costs_little_memory_and_frees_its_slot() -> None:
+    forward = ForwardConfig(client_stall_timeout_s=1.0)
+    async with serving_mocks([mock(time_scale=20.0)], forward=forward) as live:
+        narrow = socket.socket()
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        narrow.setblocking(False)
+        host, port = live.url.removeprefix("http://").rsplit(":", 1)
+        await asyncio.get_running_loop().sock_connect(narrow, (host, int(port)))
+        async with connected_by(narrow) as (_, writer):
+            writer.write(posted(b'"max_tokens":30000,"n":4,"stream":true'))
+            await until(lambda: live.service.queue.held == 1, within_s=10.0)
+            # 20 MB of events wait for this client; bidgate takes no more than its buffers hold.
+            await until(lambda: live.service.queue.held == 0, within_s=30.0)
+            assert ends(live.service.queue.stats()) == {"cancelled": 1}
+            assert await live.running() <= 4
+
+            async def is_free() -> bool:
+                return await live.running() == 0
+
+            await until(is_free, within_s=5.0)
+
+
+@contextlib.asynccontextmanager
+async def connected_by(peer: socket.socket) -> AsyncIterator[Connection]:
+    reader, writer = await asyncio.open_connection(sock=peer, limit=1024)
+    # Read nothing at all, not even into the stream's own buffer.
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+def test_files_needed_grow_with_the_queue_and_with_the_slots() -> None:
+    settings = Settings(workers=("http://a:1", "http://b:1"))
+    needed = settings.open_files_needed()
+    assert needed == files_needed(queue_max=10_000, slots=512, workers=2)
+    assert needed > 10_000 + 2 * 512
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_raised_else_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    with capture_logs() as logs:
+        allow_open_files(2000, structlog.get_logger())
+    assert (limits[-1], logs) == ((2000, 4096), [])
+    with capture_logs() as logs:
+        allow_open_files(9000, structlog.get_logger())
+    assert limits[-1] == (4096, 4096)
+    (line,) = logs
+    assert (line["event"], line["needed"], line["limit"]) == (
+        "open_files_limit_too_low",
+        9000,
+        4096,
+    )
