@@ -117,8 +117,7 @@ class MockEngine:
             config.block_tokens,
             config.prefill,
         )
-        lease_s = config.kv_lease_s / config.time_scale
-        self.kv_store = KvStore(lease_s, self._pin, self._unpin)
+        self.kv_store = KvStore(config.kv_lease_s, self._pin, self._unpin)
         self._held: dict[str, tuple[Generation, Decode]] = {}
         self._submitted = 0
         self._work = asyncio.Event()

@@ -35,7 +35,7 @@ class MockWorkerConfig:
         decode_tokens_sigma: spread of their logarithm.
         kv_transfer: has a connector that passes prompts on (--kv-transfer-config); else
             kv_transfer_params are ignored.
-        kv_lease_s: how long it keeps a prompt that nobody fetches, in its own time.
+        kv_lease_s: how long it keeps a prompt that nobody fetches, whatever time_scale is.
         request_id_headers: answer with x-request-id (--enable-request-id-headers).
         data_parallel_size: engines behind the server, each with the sizes above.
         data_parallel_start_rank: label of the first of them, above 0 on the later servers of a

@@ -12,7 +12,7 @@ import httpx
 
 from service.mock.serving import running_mock_workers
 from service.mock.worker import MockServer
-from tests.mock.mock_client import FAST, events_of, over_http, unit_config
+from tests.mock.mock_client import events_of, over_http, unit_config
 
 PROMPT = list(range(40))
 ASKED = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
@@ -113,7 +113,7 @@ async def test_memory_is_kept_until_it_is_fetched() -> None:
 
 
 async def test_memory_nobody_fetches_is_kept_for_the_lease_and_then_the_text_is_wrong() -> None:
-    async with pair(kv_lease_s=0.3 * FAST) as (prefill, decode):
+    async with pair(kv_lease_s=0.3) as (prefill, decode):
         params = await prefilled(prefill)
         assert await kv_use(prefill) > 0
         await until(lambda: kv_use(prefill), 0)
