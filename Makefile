@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-from-lock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm bench-vllm soak fuzz lint check bench experiments reference lock clean
+.PHONY: help setup demo test test-vllm test-vllm-pair bench-vllm soak fuzz lint check bench experiments reference lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ soak: setup ## chaos: workers that fail in every way, clients that leave; fails 
 
 fuzz: setup ## fuzz both sockets, bodies, headers and metrics pages; prints what was seen (EXAMPLES=2000)
 	@FUZZ_EXAMPLES=$(or $(EXAMPLES),2000) $(BIN)/pytest --timeout 3600 tests/fuzz
+
+test-vllm-pair: setup ## a real prefill and a real decode worker (adds the NIXL connector to what test-vllm installs)
+	@scripts/vllm-env "$(PYTHON)" && scripts/nixl-env && $(BIN)/python -m tests.vllm.workers --check
+	@BIDGATE_VLLM_PAIR=1 $(BIN)/pytest -m vllm tests/vllm/test_a_pair_says_what_one_worker_says.py
 
 lint: setup ## format, lint, types, layers
 	@scripts/lint
