@@ -329,7 +329,10 @@ class RouterUnderAnyEvents(RuleBasedStateMachine):
         bound_s = one.request.max_wait_s
         match command.reason:
             case Refusal.WAITED_TOO_LONG:
+                assert bound_s != 0
                 assert waited_s >= (self.config.max_wait_s if bound_s is None else bound_s)
+            case Refusal.WOULD_WAIT:
+                assert bound_s == 0
             case Refusal.NO_WORKER:
                 assert waited_s >= self.config.no_worker_hold_s
                 assert not any(self.may_use(one, worker_id) for worker_id in self.workers)
