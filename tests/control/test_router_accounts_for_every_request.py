@@ -164,6 +164,10 @@ class RouterUnderAnyEvents(RuleBasedStateMachine):
         worker_id = data.draw(st.sampled_from(sorted(self.workers)))
         self.send(WorkerGone(worker_id))
         del self.workers[worker_id]
+        # Another of that name would not be the one that these run on.
+        for one in self.held.values():
+            if one.worker == worker_id:
+                one.worker = f"{worker_id}, gone"
 
     @precondition(lambda self: self.workers)
     @rule(
