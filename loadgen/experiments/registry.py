@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from loadgen.experiments import (
     fleet_changes,
+    frontier,
+    harm,
     knowledge,
     live_twin,
     paper_figures,
@@ -40,7 +42,9 @@ def all_experiments() -> dict[str, Experiment]:
         paper_tables.TABLE_2,
         price_step.EXPERIMENT,
         price_diagnostics.EXPERIMENT,
+        frontier.EXPERIMENT,
         tiers.EXPERIMENT,
+        harm.EXPERIMENT,
         recorded.EXPERIMENT,
         fleet_changes.UNEQUAL,
         fleet_changes.FAILURE,

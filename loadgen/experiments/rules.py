@@ -135,12 +135,12 @@ class RuleBook:
         """What no policy can beat: all arrivals known beforehand."""
         return Rule(label=HINDSIGHT, control=self.base, kind=Kind.HINDSIGHT)
 
-    def reserve(self, slots: int) -> Rule:
+    def reserve(self, slots: int, order: PolicyName = PolicyName.CENTRAL_SHORTEST_FIRST) -> Rule:
         """Strict priority of the first tier, and this many slots kept free for it."""
-        control = replace(self.base, policy=PolicyName.CENTRAL_SHORTEST_FIRST)
+        in_turn = " in turn" if order is PolicyName.CENTRAL_FCFS else ""
         return Rule(
-            label=f"priority, reserve {slots}",
-            control=control,
+            label=f"priority{in_turn}, reserve {slots}",
+            control=replace(self.base, policy=order),
             kind=Kind.RESERVE,
             reserve_slots=slots,
         )

@@ -15,6 +15,7 @@ from service.control.residual import Residual
 
 BLOCK = 64
 """Candidates looked at together; what they share is computed once."""
+NO_LIMIT = 2**31
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,12 +27,14 @@ class Candidates:
         margin: (n, g) reduced costs; -inf where a pair is not allowed.
         arrival_order: (n,) rank by arrival; breaks ties between equal margins.
         floor: only margins strictly above it are admitted; Algorithm 1 has 0.
+        most: how many may be admitted.
     """
 
     columns: Columns
     margin: FloatArray
     arrival_order: IntArray
     floor: float = 0.0
+    most: int = NO_LIMIT
 
 
 def by_decreasing(score: FloatArray, *ties: IntArray) -> Iterator[IntArray]:
@@ -124,7 +127,7 @@ def admit_balanced(
             )
             residual.subtract(candidates.columns, row, worker)
             admitted.append((row, worker))
-            if not (usable & residual.has_slot()).any():
+            if len(admitted) >= candidates.most or not (usable & residual.has_slot()).any():
                 return admitted
             fits[: at + 1] = False
             fits[:, worker] &= residual.has_room(needs, np.full(block.size, worker))

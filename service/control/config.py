@@ -250,6 +250,9 @@ class ControlConfig:
             times the longest recent first-come-first-served wait; smaller spares the tail, larger
             the mean; 0 leaves age_bound_s alone.
         age_floor_s: that relative bound is never shorter than this.
+        age_share: share of the requests that this relative bound protects; those with the longest
+            forecasts are left out.
+        age_stretch: those left out wait this many times as long.
         age_memory_s: how long the longest recent wait is remembered.
         queue_max: most requests that may wait.
         max_wait_s: longest wait of a request in the central queue.
@@ -257,9 +260,6 @@ class ControlConfig:
         slow_start_s: a worker that comes up while others serve gets its batch slots one after the
             other over this time: it is cold, and may fail again; 0 switches it off.
         decode_tokens_default: forecast for a request about which nothing is known.
-        decode_quantile: what a request is expected to use: 0 the mean of its length distribution,
-            else this quantile of it, as a margin against preemption; hints are taken as they are
-            with 0, else stretched by that quantile of how wrong hints were.
         seed: of every random choice.
     """
 
@@ -274,15 +274,16 @@ class ControlConfig:
     bucket_iterations: int = 16
     fixed_horizon: bool = False
     age_bound_s: float = 60.0
-    age_factor: float = 0.8
-    age_floor_s: float = 0.5
+    age_factor: float = 0.95
+    age_floor_s: float = 0.1
+    age_share: float = 0.993
+    age_stretch: float = 5.0
     age_memory_s: float = 60.0
     queue_max: int = 10_000
     max_wait_s: float = 120.0
     no_worker_hold_s: float = 5.0
     slow_start_s: float = 5.0
     decode_tokens_default: int = 256
-    decode_quantile: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -308,8 +309,10 @@ class ControlConfig:
                 "seed",
             ),
         )
-        if not 0 <= self.decode_quantile < 1:
-            raise ValueError(f"decode_quantile must be in [0, 1), got {self.decode_quantile}")
+        if not 0 < self.age_share <= 1:
+            raise ValueError(f"age_share must be above 0 and at most 1, got {self.age_share}")
+        if not self.age_stretch >= 1:
+            raise ValueError(f"age_stretch must be at least 1, got {self.age_stretch}")
         if self.age_memory_s <= 0:
             raise ValueError(f"age_memory_s must be positive, got {self.age_memory_s}")
         if self.bucket_iterations > self.horizon_iterations:

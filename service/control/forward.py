@@ -6,7 +6,9 @@ What differs from the paper, and why (docs/decisions.md has the measurements):
   prices the capacity that future requests will want, not the slots that past ones had;
 - rewards are normalised so that they never saturate;
 - whoever waited its share of the backlog (aging.py) goes first, oldest first; if nothing fits, room
-  is reserved on the worker that frees up soonest (later starts end before, or fit beside it).
+  is reserved on the worker that frees up soonest (aged.py; later starts end before, or fit beside);
+- requests of a higher tier of value go before, and slots that their next arrivals will want are
+  priced and kept for them (tiers.py).
 """
 
 from __future__ import annotations
@@ -15,27 +17,39 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from service.control.aged import AgedStarts
 from service.control.aging import AgeRule
-from service.control.assign import Candidates, admit_balanced, preferred
-from service.control.columns import Columns, FloatArray, IntArray, PrefixPrices, Usage
+from service.control.assign import NO_LIMIT, Candidates, admit_balanced, preferred
+from service.control.columns import (
+    Columns,
+    FloatArray,
+    IntArray,
+    PrefixPrices,
+    Usage,
+    service_steps,
+)
 from service.control.config import ControlConfig
 from service.control.prices import History, PriceProblem, PriceSolution
 from service.control.published import kv_scale, scarcity
 from service.control.rate import RateShift
 from service.control.reward import StartTimes, largest_reward, start_reward
 from service.control.room import Room
+from service.control.tiers import TIERS_MAX, SeenArrivals, startable, tiers
 from service.control.view import Pair, View
 
-RESERVATIONS_MAX = 2
-"""Aged requests that fit nowhere and get room reserved, per tick; more would idle the fleet."""
+OVERDUE_SHARE = 0.25
+"""Starts of lower tiers' requests that waited age_bound_s, for each start of the others."""
+OVERDUE_CREDIT_MAX = 8.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Promise:
-    """Room reserved for an aged request: on which worker, and until when it may be kept waiting."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asking:
+    """Waiting rows that ask for a start, with everybody's columns and rewards, and how many may."""
 
-    worker_id: str
-    due_s: float
+    columns: Columns
+    rewards: FloatArray
+    rows: IntArray
+    most: int
 
 
 class ForwardLp:
@@ -45,17 +59,26 @@ class ForwardLp:
         self._config = config
         self._ageing = AgeRule(config)
         self._history = History(config.prices.history_max)
-        self._promises: dict[int, _Promise] = {}
+        self._seen = SeenArrivals(config.prices.history_max)
+        self._aged = AgedStarts()
+        self._overdue_credit = 1.0
         self._last_recorded = 0
         self._solution: PriceSolution | None = None
         self._prefix: PrefixPrices | None = None
         self._refreshes = 0
 
     def decide(self, view: View) -> list[Pair]:
-        """Aged requests first, then by reduced cost; everything fits on all its future slots."""
+        """Higher tiers first; in a tier aged requests, then by reduced cost.
+
+        Everything fits on all its future slots, and leaves the slots that are worth more to the
+        higher tiers' next arrivals.
+        """
         columns, rewards = view.columns(), self._rewards(view)
         self._record(view, columns, rewards)
-        bound_s = self._ageing.bound_s(view)
+        tier = tiers(view.waiting.value * view.waiting.discount)
+        steps = service_steps(view.kernel, view.waiting.decode_tokens)
+        long = steps > self._seen.longest(self._config.age_share)
+        aged = view.age_s() >= self._ageing.bound_s(view, tier, long)
         workers = view.open_workers()
         if not workers.size:
             return []
@@ -63,24 +86,65 @@ class ForwardLp:
         if alone is not None:
             return [alone]
         room = Room(view, workers)
-        aged = _age_s(view) >= bound_s
-        pairs = self._start_aged(view, columns, room, np.flatnonzero(aged))
-        young = np.flatnonzero(~aged)
-        if not young.size or not room.residual.has_slot().any():
-            return pairs
-        columns = columns.take(young)
-        margin = rewards[young, None] - self._cost(view, columns, room.workers)
-        allowed = view.waiting.allowed(room.workers)[young]
+        self._aged.forget_all_but(view.waiting.order[aged])
+        pairs = self._start_overdue(view, columns, room, tier)
+        gone = {row for row, _ in pairs}
+        worth = tiers(view.waiting.value)
+        group = tier * TIERS_MAX + worth
+        for level in np.unique(group)[::-1].tolist():
+            if not room.residual.has_slot().any():
+                break
+            rows = np.flatnonzero(group == level)
+            most = self._startable(view, int(worth[rows[0]]), [row for row, _ in pairs])
+            rows = rows if not gone else rows[~np.isin(rows, list(gone))]
+            started = self._aged.start(view, columns, room, rows[aged[rows]], most)
+            asking = _Asking(columns, rewards, rows[~aged[rows]], most - len(started))
+            pairs += started + self._start_young(view, asking, room)
+        self._overdue_credit += OVERDUE_SHARE * (len(pairs) - len(gone))
+        return pairs
+
+    def _start_overdue(
+        self, view: View, columns: Columns, room: Room, tier: IntArray
+    ) -> list[Pair]:
+        """Give requests of lower tiers that waited age_bound_s their share of all starts."""
+        bound_s = self._config.age_bound_s
+        late = (view.age_s() >= bound_s) & (tier < tier.max(initial=0))
+        if bound_s == 0 or not late.any():
+            self._overdue_credit = 1.0
+            return []
+        self._overdue_credit = min(self._overdue_credit, OVERDUE_CREDIT_MAX)
+        most = int(self._overdue_credit)
+        pairs = self._aged.start(view, columns, room, np.flatnonzero(late), most) if most else []
+        self._overdue_credit -= len(pairs)
+        return pairs
+
+    def _startable(self, view: View, tier: int, gone: list[int]) -> int:
+        """How many requests of a tier of value may start now.
+
+        Where tenants share by weight a value says nothing across them, and nothing is kept.
+        """
+        if self._config.prices.zero or (view.waiting.discount < 1.0).any():
+            return NO_LIMIT
+        return startable(view, self._config.weights, self._seen, tier, gone)
+
+    def _start_young(self, view: View, asking: _Asking, room: Room) -> list[Pair]:
+        """Start by decreasing reduced cost whatever fits."""
+        rows = asking.rows
+        if asking.most <= 0 or not rows.size or not room.residual.has_slot().any():
+            return []
+        columns = asking.columns.take(rows)
+        margin = asking.rewards[rows, None] - self._cost(view, columns, room.workers)
+        allowed = view.waiting.allowed(room.workers)[rows]
         candidates = Candidates(
             columns,
             np.where(allowed, margin, -np.inf),
-            view.waiting.order[young],
+            view.waiting.order[rows],
             floor=-np.inf,
+            most=asking.most,
         )
-        started = admit_balanced(
-            candidates, room.residual, 1.0 / view.fleet.batch_limit[room.workers]
-        )
-        return pairs + [(int(young[row]), int(room.workers[worker])) for row, worker in started]
+        liking = 1.0 / view.fleet.batch_limit[room.workers]
+        started = admit_balanced(candidates, room.residual, liking)
+        return [(int(rows[row]), int(room.workers[worker])) for row, worker in started]
 
     def _start_alone(
         self, view: View, columns: Columns, rewards: FloatArray, workers: IntArray
@@ -91,7 +155,9 @@ class ForwardLp:
         would choose has room for it even if nobody there ever ends. The decision is the same, at
         a fraction of its time.
         """
-        if len(view.waiting) != 1 or self._promises:
+        if len(view.waiting) != 1 or self._aged.promised:
+            return None
+        if self._startable(view, int(tiers(view.waiting.value)[0]), []) < 1:
             return None
         free = view.fleet.batch_limit[workers] - view.fleet.outstanding[workers]
         allowed = view.waiting.allowed(workers)[0] & (free >= view.waiting.sequences[0])
@@ -163,67 +229,6 @@ class ForwardLp:
         left_s = view.horizon.iterations * float(view.fleet.iteration_s.mean())
         return view.arrivals_per_s * left_s + len(view.waiting)
 
-    def _start_aged(self, view: View, columns: Columns, room: Room, rows: np.ndarray) -> list[Pair]:
-        """Start aged requests, oldest first; reserve room for the first few that fit nowhere."""
-        self._keep_promises(view.waiting.order[rows])
-        pairs: list[Pair] = []
-        reserved = 0
-        oldest_first = rows[np.lexsort((view.waiting.order[rows], -_age_s(view)[rows]))]
-        for place, row in enumerate(oldest_first.tolist()):
-            if not room.residual.has_slot().any():
-                break
-            reach = view.waiting.reach[view.waiting.kind[row]]
-            fits = room.residual.fits(columns.take(np.array([row])))[0] & reach[room.workers]
-            if fits.any():
-                free = room.residual.batch[:, 0] / view.fleet.batch_limit[room.workers]
-                worker = int(np.argmax(np.where(fits, free, -np.inf)))
-                room.start(columns, row, worker)
-                pairs.append((row, int(room.workers[worker])))
-            elif reserved < RESERVATIONS_MAX:
-                reserved += self._reserve(view, columns, room, row)
-            else:
-                return pairs + self._start_beside(view, columns, room, oldest_first[place:])
-        return pairs
-
-    def _start_beside(self, view: View, columns: Columns, room: Room, rows: IntArray) -> list[Pair]:
-        """Start those aged requests, oldest first, that fit beside what is reserved."""
-        allowed = view.waiting.allowed(room.workers)[rows]
-        age = _age_s(view)[rows]
-        candidates = Candidates(
-            columns.take(rows),
-            np.where(allowed, age[:, None], -np.inf),
-            view.waiting.order[rows],
-            floor=-np.inf,
-        )
-        started = admit_balanced(
-            candidates, room.residual, 1.0 / view.fleet.batch_limit[room.workers]
-        )
-        return [(int(rows[row]), int(room.workers[worker])) for row, worker in started]
-
-    def _reserve(self, view: View, columns: Columns, room: Room, row: int) -> bool:
-        """Reserve room for an aged request, never later than it was promised before."""
-        fleet, order = view.fleet, int(view.waiting.order[row])
-        reach = view.waiting.reach[view.waiting.kind[row]]
-        bucket_s = view.horizon.bucket_iterations * fleet.iteration_s
-        promise, promised = self._promises.get(order), None
-        if promise is not None and promise.worker_id in fleet.worker_ids:
-            worker = fleet.worker_ids.index(promise.worker_id)
-            left = max(0.0, promise.due_s - view.now_s) / bucket_s[worker]
-            if reach[worker]:
-                promised = (worker, int(min(left, view.horizon.buckets - 1)))
-        found = room.reserve(columns, row, reach, promised)
-        if found is not None and found != promised:
-            worker, shift = found
-            due_s = view.now_s + shift * float(bucket_s[worker])
-            self._promises[order] = _Promise(fleet.worker_ids[worker], due_s)
-        return found is not None
-
-    def _keep_promises(self, aged: IntArray) -> None:
-        """Forget what was promised to those who are not waiting any more."""
-        if self._promises:
-            waiting = set(aged.tolist())
-            self._promises = {o: p for o, p in self._promises.items() if o in waiting}
-
     def _cost(self, view: View, columns: Columns, workers: IntArray) -> FloatArray:
         """(n, w) cost of starting each column on some workers; prices are summed once."""
         solution = self._solution
@@ -240,6 +245,7 @@ class ForwardLp:
         new = np.flatnonzero(view.waiting.order > self._last_recorded)
         if new.size:
             self._history.extend(columns.take(new), 0.0, rewards[new])
+            self._seen.extend(view, new)
             self._last_recorded = int(view.waiting.order[new].max())
 
     def _rewards(self, view: View) -> FloatArray:
@@ -268,8 +274,3 @@ class ForwardLp:
         if solution is None or solution.worker_ids != view.fleet.worker_ids:
             return Usage.zeros(len(view.fleet), view.horizon)
         return solution.prices
-
-
-def _age_s(view: View) -> FloatArray:
-    """(n,) seconds waited; those of a tenant over its share count less."""
-    return (view.now_s - view.waiting.arrival_s) * view.waiting.discount

@@ -133,6 +133,10 @@ class View:
             whole, footprint=np.minimum(whole.footprint, self.waiting.kv_max - whole.steps)
         )
 
+    def age_s(self) -> FloatArray:
+        """(n,) seconds waited; those of a tenant over its share count less."""
+        return (self.now_s - self.waiting.arrival_s) * self.waiting.discount
+
     def capacity(self, workers: IntArray | None = None) -> Usage:
         """(w, 1) B_g and M_g, the same on every bucket, of some workers or of all."""
         batch, kv = self.fleet.batch_limit, self.fleet.kv_capacity_tokens

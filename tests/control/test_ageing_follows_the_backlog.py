@@ -66,3 +66,17 @@ def test_the_bound_never_falls_below_its_floor() -> None:
 
 def test_ageing_can_be_switched_off() -> None:
     assert _who_is_next(_busy(replace(CONFIG, age_bound_s=0.0)), 1e5) == "short"
+
+
+def test_the_longest_few_wait_a_multiple_so_that_the_others_need_not() -> None:
+    config = replace(CONFIG, age_factor=0.3, age_share=0.9, age_stretch=2.0)
+    router = router_with(config, spec("w0", batch_limit=1, kv=10**6, iteration_s=0.01))
+    router.handle(ask("first", decode_tokens_hint=50), 0.0)
+    router.tick(0.0)
+    router.handle(ask("huge", decode_tokens_hint=400), 0.0)
+    for index in range(20):
+        router.handle(ask(f"usual{index}", 0.001, decode_tokens_hint=100), 0.001)
+    router.tick(0.001)  # 24 s of work: the bound is 7.2 s, and 14.4 s for the one above the rest
+    assert _who_is_next(router, 8.0) == "usual0"
+    router.handle(Left("usual0", Outcome.COMPLETED, 100), 14.5)
+    assert starts(router.tick(14.5))[0][0] == "huge"

@@ -159,9 +159,34 @@ def test_improvement_is_relative_to_round_robin_and_positive_when_better() -> No
 def test_a_reserve_that_is_better_in_both_beats_the_shipped_policy(
     ours_s: float, expected: Verdict
 ) -> None:
-    document = report("tiers", {FORWARD: ours_s})
+    document = report("tiers", {tiers.point_label(*point): ours_s for point in tiers.POINTS})
     assert {claim.verdict for claim in document.claims} == {expected}
-    assert len(document.claims) == len(tiers.MIXES)
+    assert len(document.claims) == 2 * len(tiers.MIXES)
+
+
+@pytest.mark.parametrize(
+    ("ours_s", "met"),
+    [(0.3, True), (0.7, False)],
+)
+def test_the_frontier_is_met_only_below_the_stated_ratios(ours_s: float, met: bool) -> None:
+    document = report("frontier", {FORWARD: ours_s})
+    asked = [claim for claim in document.claims if "frontier" not in claim.source]
+    assert {claim.verdict is Verdict.CONFIRMED for claim in asked} == {met}
+
+
+def test_a_rule_that_is_better_in_both_takes_ours_off_the_frontier() -> None:
+    document = report("frontier", {FORWARD: 0.5, "central_fcfs": 0.4})
+    judged = [claim for claim in document.claims if "frontier" in claim.source]
+    assert {claim.verdict for claim in judged} == {Verdict.NOT_REPRODUCED}
+    assert all("central_fcfs" in claim.evidence for claim in judged)
+
+
+@pytest.mark.parametrize(("ours_s", "harmless"), [(1.02, True), (1.2, False)])
+def test_harm_is_judged_against_the_better_of_both_pushing_baselines(
+    ours_s: float, harmless: bool
+) -> None:
+    document = report("harm", {FORWARD: ours_s, "least_outstanding": 1.5})
+    assert {claim.verdict is Verdict.CONFIRMED for claim in document.claims} == {harmless}
 
 
 def test_a_rising_share_confirms_figure_13_and_a_falling_one_does_not() -> None:

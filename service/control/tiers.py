@@ -1,0 +1,256 @@
+"""3 controller, tiers: requests worth more than others, and slots kept for those still to come.
+
+A request holds its slot until its last token, so starting it may make a later one of a higher tier
+wait. The price of a slot, per iteration: the probability that by then the higher tiers want more
+slots than are free, times what an iteration of their wait is worth. Against it stands what a slot
+that stays idle loses. Both follow the operator's weights, the measured arrivals and the calendar of
+ends, so what is kept changes from tick to tick: little where many requests end soon, more where
+few do, nothing where all traffic is worth the same.
+
+The dual of prices.py cannot tell this. It knows arrivals by their mean alone, at which enough slots
+come free for the higher tiers; what costs them is that arrivals come in bursts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from service.control.assign import NO_LIMIT
+from service.control.columns import BoolArray, FloatArray, IntArray, service_steps
+from service.control.config import Weights
+from service.control.view import View
+
+LOWEST_VALUE: Final = 2.0**-64
+TIERS_MAX: Final = 256
+"""More than there can be tiers between LOWEST_VALUE and the largest value."""
+POOLS_MAX: Final = 256
+"""Distinct sets of workers told apart in the record of arrivals; more count as all workers."""
+EVERYWHERE: Final = 0
+EXACT_MEAN: Final = 16.0
+EXACT_COUNT: Final = 64
+"""P(X >= 64) is below 1e-17 at a mean of 16."""
+TINY: Final = 1e-300
+
+
+def tiers(value: FloatArray) -> IntArray:
+    """(n,) tier of each value; a tier begins at twice the value where the one below began."""
+    return np.floor(np.log2(np.maximum(value, LOWEST_VALUE))).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HigherDemand:
+    """Recorded arrivals of the tiers above one, n of them.
+
+    Attributes:
+        value: (n,). steps: (n,) iterations in service. sequences: (n,) slots.
+        kv_tokens: (n,) mean KV of a sequence over its life.
+        share: (n,) part of each that falls on the workers asked about.
+        of_all: n over all recorded arrivals.
+    """
+
+    value: FloatArray
+    steps: FloatArray
+    sequences: FloatArray
+    kv_tokens: FloatArray
+    share: FloatArray
+    of_all: float
+
+
+class SeenArrivals:
+    """A ring of the last arrivals: what they are worth and what they hold. Bounded."""
+
+    def __init__(self, capacity: int) -> None:
+        self._numbers = np.zeros((4, capacity))
+        self._tier = np.zeros(capacity, dtype=np.int64)
+        self._pool = np.zeros(capacity, dtype=np.int64)
+        self._next = 0
+        self._size = 0
+        self._worker_ids: tuple[str, ...] = ()
+        self._pools: dict[bytes, int] = {}
+        self._members: list[BoolArray] = []
+
+    def extend(self, view: View, rows: IntArray) -> None:
+        """Record some waiting requests as arrivals, with the workers each may go to."""
+        if view.fleet.worker_ids != self._worker_ids:
+            self._worker_ids = view.fleet.worker_ids
+            self._pools, self._members = {}, [np.ones(len(view.fleet), dtype=np.bool_)]
+            self._pool[:] = EVERYWHERE
+        rows = rows[-self._tier.size :]
+        at = (self._next + np.arange(rows.size)) % self._tier.size
+        waiting = view.waiting
+        steps = service_steps(view.kernel, waiting.decode_tokens[rows])
+        self._numbers[:, at] = (
+            waiting.value[rows],
+            steps,
+            waiting.sequences[rows],
+            waiting.prompt_tokens[rows] + steps / 2,
+        )
+        self._tier[at] = tiers(view.waiting.value[rows])
+        kinds, which = np.unique(view.waiting.kind[rows], return_inverse=True)
+        pools = np.array([self._pool_of(view.waiting.reach[kind]) for kind in kinds.tolist()])
+        self._pool[at] = pools[which]
+        self._next = (self._next + rows.size) % self._tier.size
+        self._size = min(self._size + rows.size, self._tier.size)
+
+    def longest(self, share: float) -> float:
+        """Service steps that this share of the recorded arrivals does not exceed.
+
+        Infinity while there are too few to have one beyond it.
+        """
+        if self._size * (1.0 - share) < 1.0:
+            return math.inf
+        return float(np.quantile(self._numbers[1, : self._size], share))
+
+    def knows_above(self, tier: int) -> bool:
+        """Whether any recorded arrival was of a higher tier."""
+        return bool((self._tier[: self._size] > tier).any())
+
+    def above(self, tier: int, workers: BoolArray) -> HigherDemand:
+        """Recorded arrivals of higher tiers, as far as they would go to (g,) some workers."""
+        higher = np.flatnonzero(self._tier[: self._size] > tier)
+        value, steps, sequences, kv_tokens = self._numbers[:, higher]
+        shares = np.array([(m & workers).sum() / max(1, m.sum()) for m in self._members])
+        return HigherDemand(
+            value=value,
+            steps=steps,
+            sequences=sequences,
+            kv_tokens=kv_tokens,
+            share=shares[self._pool[higher]],
+            of_all=higher.size / max(1, self._size),
+        )
+
+    def _pool_of(self, reach: BoolArray) -> int:
+        key = reach.tobytes()
+        if key not in self._pools:
+            if len(self._members) >= POOLS_MAX or not reach.any():
+                return EVERYWHERE
+            self._pools[key] = len(self._members)
+            self._members.append(reach.copy())
+        return self._pools[key]
+
+
+class PoissonTail:
+    """P(X >= count) for X Poisson with each of (n,) means.
+
+    Exact up to a mean of EXACT_MEAN; above it by the square root transformation, within 0.01.
+    """
+
+    def __init__(self, mean: FloatArray) -> None:
+        self._mean = mean
+        self._few = mean <= EXACT_MEAN
+        counts = np.arange(EXACT_COUNT)
+        log_factorial = np.concatenate([[0.0], np.log(counts[1:]).cumsum()])
+        small = np.maximum(mean[self._few, None], TINY)
+        self._below = np.exp(counts * np.log(small) - small - log_factorial).cumsum(axis=1)
+        self._row = self._few.cumsum() - 1
+
+    def at_least(self, count: FloatArray) -> FloatArray:
+        """(n,) probabilities; 1 where count <= 0."""
+        z = 2.0 * (np.sqrt(self._mean + 0.125) - np.sqrt(np.maximum(count - 0.125, 0.0)))
+        tail = 0.5 * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3)))
+        at = np.clip(count[self._few], 1, EXACT_COUNT).astype(np.int64) - 1
+        tail[self._few] = np.maximum(1.0 - self._below[self._row[self._few], at], 0.0)
+        return np.asarray(np.where(count <= 0, 1.0, tail))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stakes:
+    """One tier's decision to start or to keep slots, over N buckets of q iterations.
+
+    Attributes:
+        free: (N,) slots free if nothing more starts, in sequences of the higher tiers.
+        wanted: (N,) how many slots higher arrivals from now on will hold.
+        wait_cost: reward lost when one of them waits an iteration.
+        idle_cost: reward lost when a slot stays idle for an iteration.
+    """
+
+    free: FloatArray
+    wanted: PoissonTail
+    wait_cost: float
+    idle_cost: float
+
+    def startable(self) -> int:
+        """Most starts that are worth more than the waits they may cause."""
+        low, high = 0, max(0, math.ceil(self.free[0])) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._worth(middle) else (low, middle)
+        return low
+
+    def _worth(self, starts: int) -> bool:
+        """Whether the last of so many starts beats waiting, for whatever time, before it."""
+        price = self.wait_cost * self.wanted.at_least(self.free - (starts - 1))
+        return bool(np.cumsum(price - self.idle_cost).max() <= 0)
+
+
+def startable(view: View, weights: Weights, seen: SeenArrivals, tier: int, gone: list[int]) -> int:
+    """How many waiting requests of a tier may start now without harming those above it.
+
+    Demand of arrivals from now on is that of an M/G/infinity queue which starts empty: Poisson,
+    with mean rate x integral of the survival function of their service steps.
+
+    Args:
+        view: the tick.
+        weights: the operator's.
+        seen: recorded arrivals.
+        tier: which one asks.
+        gone: rows of higher tiers that start in this tick; the others still want a slot.
+    """
+    if not seen.knows_above(tier):
+        return NO_LIMIT
+    waiting, fleet = view.waiting, view.fleet
+    own = tiers(waiting.value)
+    rows = np.flatnonzero(own == tier)
+    pool = np.asarray(waiting.reach[np.unique(waiting.kind[rows])].any(axis=0))
+    demand = seen.above(tier, pool)
+    work = demand.steps * demand.sequences * demand.share
+    if not work.sum() > 0:
+        return NO_LIMIT
+    mean_kv = float((demand.kv_tokens * work).sum() / work.sum())
+    before = own > tier
+    before[gone] = False
+    taken = waiting.sequences[gone].sum() + waiting.sequences[before].sum()
+    pace_s = float(fleet.iteration_s[pool].mean())
+    rate = view.arrivals_per_s * pace_s * demand.of_all
+    length = float(waiting.decode_tokens[rows].mean())
+    reach = min(view.horizon.buckets, math.ceil(length / view.horizon.bucket_iterations))
+    edges = view.horizon.bucket_iterations * (np.arange(max(1, reach)) + 1.0)
+    held = np.minimum(edges[:, None], demand.steps) @ (demand.sequences * demand.share)
+    slots = float(fleet.batch_limit[pool].sum())
+    worth = delay_worth(weights, pace_s)
+    backlog = float(waiting.sequences[rows].sum()) / slots
+    idle = worth * (1.0 + backlog) + weights.throughput + weights.queries / length
+    stakes = Stakes(
+        free=free_sequences(view, pool, mean_kv)[: edges.size] - taken,
+        wanted=PoissonTail(held * (rate / work.size)),
+        wait_cost=float((demand.value * work).sum() / work.sum()) * worth,
+        idle_cost=float(waiting.value[rows].mean()) * idle,
+    )
+    return stakes.startable()
+
+
+def delay_worth(weights: Weights, pace_s: float) -> float:
+    """Reward that a request of value 1 loses when it starts an iteration of pace_s later.
+
+    The slope of [OLP] 3.1's reward in k; a tail bound's step is spread over the bound.
+    """
+    e2e_bound, ttft_bound = weights.e2e_bound_s / pace_s, weights.ttft_bound_s / pace_s
+    return (
+        weights.e2e
+        + weights.ttft
+        + weights.tail_e2e / max(e2e_bound, 1.0)
+        + weights.tail_ttft / max(ttft_bound, 1.0)
+    )
+
+
+def free_sequences(view: View, workers: BoolArray, kv_tokens: float) -> FloatArray:
+    """(N,) sequences of a mean KV that some workers could hold if nothing more starts."""
+    at = np.flatnonzero(workers)
+    used = view.occupancy(view.horizon, 0.0, at)
+    free = view.fleet.batch_limit[at, None] - used.batch
+    fit = np.floor((view.fleet.kv_capacity_tokens[at, None] - used.kv) / kv_tokens)
+    return np.asarray(np.maximum(np.minimum(free, fit), 0.0).sum(axis=0))
