@@ -76,8 +76,9 @@ class ChaosReport:
         """What was found, for people and for a JSON file."""
         return {
             "requests": self.requests,
-            "ends": dict(sorted(self.ends.items())),
-            "faults": dict(sorted(self.faults.items())),
+            # Plain strings: JSON takes no members of enumerations as keys.
+            "ends": {str(end): count for end, count in sorted(self.ends.items())},
+            "faults": {str(fault): count for fault, count in sorted(self.faults.items())},
             "memory_growth_mib": round(memory_growth_mib(self.samples), 1),
             "waiting_most": max((books.waiting for books in self.samples), default=0),
             "generated_twice": self.twice,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import orjson
 import pytest
 
 from loadgen.chaos import run_chaos
@@ -23,6 +24,7 @@ async def test_a_short_run_with_every_fault_and_every_kind_of_request_loses_noth
     report = await run_chaos(ChaosSpec(seconds=SECONDS, seed=1), tmp_path)
     assert report.troubles == []
     assert report.wrong == []
+    assert orjson.loads(orjson.dumps(report.figures()))["requests"] == report.requests
     # It was chaos: every fault was done, and clients saw every way to end.
     assert set(report.faults) == set(Fault)
     assert {End.COMPLETED, End.FAILED, End.LEFT, End.REFUSED} <= set(report.ends)
