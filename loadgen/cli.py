@@ -18,6 +18,7 @@ from cyclopts import App
 from rich.console import Console
 
 from loadgen.bench_commands import every_bench, light_load
+from loadgen.bench_lengths import lengths
 from loadgen.bench_rate import rate
 from loadgen.demo_command import demo
 from loadgen.experiments.command import experiments
@@ -51,6 +52,7 @@ def make_app() -> App:
     bench.command(light_load)
     bench.command(tick)
     bench.command(rate)
+    bench.command(lengths)
     bench.command(every_bench, name="all")
     bench.command(vllm)
     app.command(bench)

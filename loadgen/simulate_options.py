@@ -197,6 +197,7 @@ class PolicyOptions:
         ttft_bound_s: bound on time to first token, of the tail weight and of the report.
         e2e_bound_s: end-to-end bound of the tail weight.
         tenant_weights: as heavy=1,*=2: shares of what is scarce; left out, tenants do not matter.
+        decode_quantile: of the length distribution that is set aside; 0 for the mean.
         rate_significance: of the watch over the arrival rate; 0 switches it off.
         age_bound_s: whoever waited this long goes first; 0 switches it off.
         max_wait_s: longest wait in the central queue.
@@ -214,6 +215,7 @@ class PolicyOptions:
     ttft_bound_s: float = Weights().ttft_bound_s
     e2e_bound_s: float = Weights().e2e_bound_s
     tenant_weights: str = ""
+    decode_quantile: float = ControlConfig().decode_quantile
     rate_significance: float = RateConfig().significance
     age_bound_s: float = ControlConfig().age_bound_s
     max_wait_s: float = ControlConfig().max_wait_s
@@ -248,6 +250,7 @@ class PolicyOptions:
                 inline=self.inline_prices,
                 refresh_s=self.price_refresh_s,
             ),
+            decode_quantile=self.decode_quantile,
             tenants=TenantConfig(weights=self.tenant_weights),
             rate=RateConfig(significance=self.rate_significance),
             horizon_iterations=self.horizon_iterations,

@@ -243,7 +243,8 @@ def _read_cache_config(engine: _Engine, labels: Mapping[bytes, bytes]) -> bool:
 
     vLLM keeps one block for itself: the usage gauge is a share of num_gpu_blocks - 1, and so is
     what requests can get. Its own kv_cache_size_tokens counts that block (and knows about layers
-    that share blocks), so it is scaled down.
+    that share blocks), so it is scaled down. With data parallelism num_gpu_blocks is the sum over
+    all engines, kv_cache_size_tokens that of one.
     """
     block_tokens = _positive(labels.get(b"block_size"))
     blocks = _positive(labels.get(b"num_gpu_blocks"))
@@ -251,7 +252,10 @@ def _read_cache_config(engine: _Engine, labels: Mapping[bytes, bytes]) -> bool:
     engine.block_tokens = block_tokens
     if blocks is not None and blocks > 1 and (told_tokens or block_tokens):
         tokens = told_tokens if told_tokens is not None else blocks * (block_tokens or 0)
-        engine.kv_capacity_tokens = tokens * (blocks - 1) // blocks or None
+        own = tokens // block_tokens if block_tokens else blocks
+        if own == 0 or blocks % own:
+            own = blocks
+        engine.kv_capacity_tokens = tokens * (own - 1) // own or None
     else:
         engine.kv_capacity_tokens = told_tokens
     return block_tokens is not None or engine.kv_capacity_tokens is not None

@@ -16,7 +16,7 @@ import orjson
 
 from service.errors import BadRequestError
 from service.json_edit import edit_object
-from service.prompts import Payload, prompt_size
+from service.prompts import Payload, prompt_size, system_fingerprint
 from service.surface import Api
 
 COMPLETIONS_MAX_TOKENS: Final = 16
@@ -54,6 +54,7 @@ class BodyFacts:
         model: name asked for, an alias resolved; "" when missing (the worker's own then).
         streams: whether the client wants server-sent events.
         prompt_tokens: estimate of one sequence's prompt.
+        fingerprint: hash of the system prompt, or "".
         sequences: parallel sequences.
         decode_tokens_limit: most output tokens of one sequence, or None.
         decode_tokens_floor: fewest, or None.
@@ -69,6 +70,7 @@ class BodyFacts:
     model: str
     streams: bool
     prompt_tokens: int
+    fingerprint: str
     sequences: int
     decode_tokens_limit: int | None
     decode_tokens_floor: int | None
@@ -97,6 +99,7 @@ def read_body(body: bytes, api: Api, rules: Rules) -> BodyFacts:
         model=rules.aliases.get(model, model),
         streams=payload.get("stream") is True,
         prompt_tokens=prompt_tokens,
+        fingerprint=system_fingerprint(payload),
         sequences=sequences,
         decode_tokens_limit=limit,
         decode_tokens_floor=floor,

@@ -7,6 +7,7 @@ size: a bound for common image sizes, too small for long sounds and videos.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from typing import Final, TypeAlias
@@ -17,6 +18,9 @@ from service.surface import Api
 BYTES_PER_TOKEN: Final = 4
 MESSAGE_TOKENS: Final = 4
 OTHER_PART_TOKENS: Final = 512
+
+SYSTEM_ROLES: Final = ("system", "developer")
+FINGERPRINT_BYTES: Final = 8
 
 Payload: TypeAlias = dict[str, object]
 
@@ -164,3 +168,30 @@ def as_text(value: object) -> str:
         return json.dumps(value)
     except RecursionError as error:
         raise BadRequestError("the request body is nested too deeply") from error
+
+
+def system_fingerprint(payload: Payload) -> str:
+    """A stable hash of the system prompt, under which answers' lengths are pooled; "" for none.
+
+    It is what leads the messages as system or developer, or stands beside them as instructions.
+    """
+    messages = payload.get("messages")
+    told = [payload.get("instructions"), payload.get("system")]
+    for message in messages if isinstance(messages, list) else ():
+        if not isinstance(message, dict) or message.get("role") not in SYSTEM_ROLES:
+            break
+        told.append(message.get("content"))
+    texts = [text for content in told for text in _told(content)]
+    if not texts:
+        return ""
+    joined = "\0".join(texts).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(joined, digest_size=FINGERPRINT_BYTES).hexdigest()
+
+
+def _told(content: object) -> list[str]:
+    """The text of a message's content, which is a string or a list of parts."""
+    if isinstance(content, str):
+        return [content] if content else []
+    parts = content if isinstance(content, list) else []
+    found = [part.get("text") for part in parts if isinstance(part, dict)]
+    return [text for text in found if isinstance(text, str)]

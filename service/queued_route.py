@@ -150,6 +150,7 @@ class QueuedRoute:
             model=facts.model,
             tenant=hints.tenant,
             group=f"{exchange.route.api}:{facts.model[:MODEL_LABEL_CHARS_MAX]}",
+            fingerprint=facts.fingerprint,
             sequences=facts.sequences,
             value=facts.value if hints.value is None else hints.value,
             ttft_bound_s=hints.ttft_bound_s,

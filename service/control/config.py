@@ -260,6 +260,9 @@ class ControlConfig:
         slow_start_s: a worker that comes up while others serve gets its batch slots one after the
             other over this time: it is cold, and may fail again; 0 switches it off.
         decode_tokens_default: forecast for a request about which nothing is known.
+        decode_quantile: what a request is expected to use: 0 the mean of its length distribution,
+            else this quantile of it, as a margin against preemption; hints are taken as they are
+            with 0, else stretched by that quantile of how wrong hints were.
         seed: of every random choice.
     """
 
@@ -284,6 +287,7 @@ class ControlConfig:
     no_worker_hold_s: float = 5.0
     slow_start_s: float = 5.0
     decode_tokens_default: int = 256
+    decode_quantile: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -313,6 +317,8 @@ class ControlConfig:
             raise ValueError(f"age_share must be above 0 and at most 1, got {self.age_share}")
         if not self.age_stretch >= 1:
             raise ValueError(f"age_stretch must be at least 1, got {self.age_stretch}")
+        if not 0 <= self.decode_quantile < 1:
+            raise ValueError(f"decode_quantile must be in [0, 1), got {self.decode_quantile}")
         if self.age_memory_s <= 0:
             raise ValueError(f"age_memory_s must be positive, got {self.age_memory_s}")
         if self.bucket_iterations > self.horizon_iterations:

@@ -62,6 +62,7 @@ class Request:
         model: the model asked for; "" means whatever the worker serves.
         tenant: who pays; "" for the anonymous tenant.
         group: bounded label under which the length predictor pools requests.
+        fingerprint: hash of the system prompt, under which lengths are pooled too; "" for none.
         sequences: parallel sequences (n x prompts); each takes a batch slot and its own KV.
         value: multiplies the request's reward; > 0; 1 is ordinary traffic.
         ttft_bound_s: the request's own bound on time to first token, or None for the fleet's.
@@ -82,6 +83,7 @@ class Request:
     model: str = ""
     tenant: str = ""
     group: str = ""
+    fingerprint: str = ""
     sequences: int = 1
     value: float = 1.0
     ttft_bound_s: float | None = None

@@ -1,11 +1,13 @@
 """3 controller, decode lengths: a forecast per request, and what is left of one that runs.
 
 Everything is a distribution over a log-spaced grid of lengths. Requests without a hint are pooled
-by group and shrunk towards all traffic; those with a hint are pooled by the ratio true / hinted.
+by group, system prompt and prompt length, each shrunk towards the coarser one; those with a hint
+are pooled by the ratio true / hinted.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,9 @@ from service.control.events import Request
 GRID_PER_OCTAVE = 8
 GRID_OCTAVES = 17
 GROUPS_MAX = 1024
+LEAVES_MAX = 1024
+"""Pools by system prompt and by prompt length, all groups together; the least used gives way."""
+LEVELS = 3
 PRIOR_WEIGHT = 20.0
 MEMORY = 4096.0
 
@@ -42,23 +47,28 @@ class Forecast:
 class LengthPredictor:
     """Online length distributions with shrinkage and forgetting; bounded memory.
 
-    Pool 0 is all traffic without a hint, pool 1 the ratio true / hint of requests with one, the
-    rest are groups. A group's distribution is its own counts plus PRIOR_WEIGHT requests drawn from
-    pool 0.
+    Pool 0 is all traffic without a hint, pool 1 the ratio true / hint of requests with one. Below
+    pool 0 lie groups, below them their system prompts, below those octaves of the prompt's length.
+    A pool's distribution is its own counts plus PRIOR_WEIGHT requests drawn from the one above.
 
     Attributes:
         version: grows with everything learned; while it stands, forecasts stay as they are.
     """
 
-    def __init__(self, default_tokens: int) -> None:
+    def __init__(self, default_tokens: int, quantile: float = 0.0) -> None:
         self.version = 0
+        self._quantile = quantile
         self._grid = _grid()
         # A cell is as wide as the step to the next grid point.
         self._width = self._grid * (2.0 ** (1.0 / GRID_PER_OCTAVE) - 1.0)
-        self._counts = np.zeros((2 + GROUPS_MAX, self._grid.size))
+        rows = 2 + GROUPS_MAX + LEAVES_MAX
+        self._counts = np.zeros((rows, self._grid.size))
         self._pools: dict[str, int] = {}
+        self._leaves: OrderedDict[tuple[str, str, int], int] = OrderedDict()
+        # What lies above a pool and itself, coarsest first; -1 for nothing.
+        self._above = np.full((rows, LEVELS), -1, dtype=np.int64)
         # Requests in a cell or a later one, and their tokens; one more entry that stays zero.
-        self._alive = np.zeros((2 + GROUPS_MAX, self._grid.size + 1))
+        self._alive = np.zeros((rows, self._grid.size + 1))
         self._work = np.zeros_like(self._alive)
         # Before anything is seen: an exponential around the default, worth one request.
         body = np.exp(-self._grid / default_tokens)
@@ -77,9 +87,11 @@ class LengthPredictor:
         """
         if request.decode_tokens_hint is not None:
             tokens, pool, scale = request.decode_tokens_hint, 1, float(request.decode_tokens_hint)
+            if self._quantile:
+                tokens = round(self._typical(1) * scale / self._ratio_unit)
         else:
-            pool = self._pools.get(request.group, 0)
-            tokens, scale = round(self._mean(pool)), 1.0
+            pool, scale = self._known(request), 1.0
+            tokens = round(self._typical(pool))
             floor = request.decode_tokens_floor
             if floor is not None and floor > tokens:
                 tokens, pool, scale = floor, 1, float(floor)
@@ -95,11 +107,18 @@ class LengthPredictor:
             self._count(1, decode_tokens / request.decode_tokens_hint * self._ratio_unit)
             return
         self._count(0, decode_tokens)
+        above: list[int] = []
         if request.group:
             if request.group not in self._pools and len(self._pools) < GROUPS_MAX:
                 self._pools[request.group] = 2 + len(self._pools)
             if request.group in self._pools:
-                self._count(self._pools[request.group], decode_tokens)
+                above.append(self._pools[request.group])
+        for key in self._keys(request):
+            above.append(self._leaf(key))
+        for level, pool in enumerate(above):
+            self._above[pool] = -1
+            self._above[pool, : level + 1] = above[: level + 1]
+            self._count(pool, decode_tokens)
 
     def remaining(self, pool: IntArray, scale: FloatArray, produced: FloatArray) -> FloatArray:
         """Conditional expected remaining length of requests that already produced some tokens.
@@ -110,7 +129,8 @@ class LengthPredictor:
             produced: (n,) tokens so far.
 
         Returns:
-            (n,) E[o - d | o > d] >= 1, from each pool's survival function (spec section 7.3).
+            (n,) E[o - d | o > d] >= 1, from each pool's survival function (spec section 7.3), or
+            the settings' quantile of o - d given o > d.
         """
         unit = np.where(pool == 1, self._ratio_unit / scale, 1.0)
         reached = produced * unit
@@ -118,20 +138,82 @@ class LengthPredictor:
         position = np.log2(np.maximum(reached, 1.0)) * GRID_PER_OCTAVE + 1e-9
         cell = np.minimum(position.astype(np.int64), self._grid.size - 1)
         # Survivors are those in later cells; before the first token that is everybody.
+        if self._quantile:
+            length = self._quantiles(pool, cell + (reached >= 1.0), self._quantile)
+            return np.asarray(np.maximum((length - reached) / unit, 1.0))
         alive, work = self._blended(pool, cell + (reached >= 1.0))
         mean = np.divide(work, alive, out=reached + self._width[cell], where=alive > 0)
         return np.asarray(np.maximum((mean - reached) / unit, 1.0))
 
-    def _mean(self, pool: int) -> float:
-        """Mean length of a pool."""
-        alive, work = self._blended(np.array([pool]), np.array([0]))
+    def quantile(self, request: Request, level: float) -> float:
+        """The length that a share `level` of such requests without a hint does not exceed."""
+        pool = np.array([self._known(request)])
+        return float(self._quantiles(pool, np.zeros(1, dtype=np.int64), level)[0])
+
+    def _typical(self, pool: int) -> float:
+        """Mean length of a pool, or the settings' quantile of it, in its own units."""
+        everybody = np.zeros(1, dtype=np.int64)
+        if self._quantile:
+            return float(self._quantiles(np.array([pool]), everybody, self._quantile)[0])
+        alive, work = self._blended(np.array([pool]), everybody)
         return float(work[0] / alive[0])
 
+    def _quantiles(self, pool: IntArray, first: IntArray, level: float) -> FloatArray:
+        """(n,) a quantile of each pool's lengths among those in cell `first` or later ones."""
+        cells = np.arange(self._grid.size + 1)
+        alive, _ = self._blended(pool[:, None], cells[None, :])
+        left = (1.0 - level) * np.take_along_axis(alive, first[:, None], axis=1)
+        reached = (alive[:, 1:] <= left) & (cells[:-1] >= np.minimum(first, cells[-2])[:, None])
+        return np.asarray(self._grid[reached.argmax(axis=1)])
+
+    def _known(self, request: Request) -> int:
+        """The finest pool that has seen requests like this one."""
+        found = self._pools.get(request.group, 0)
+        for key in self._keys(request):
+            found = self._leaves.get(key, found)
+        return found
+
+    def _keys(self, request: Request) -> list[tuple[str, str, int]]:
+        """Names of the pools below a request's group, coarsest first."""
+        group = request.group
+        if group and group not in self._pools:
+            return []
+        octave = int(np.log2(max(request.prompt_tokens, 1)))
+        by_length = (group, request.fingerprint, octave)
+        return [(group, request.fingerprint, -1), by_length] if request.fingerprint else [by_length]
+
+    def _leaf(self, key: tuple[str, str, int]) -> int:
+        """The pool of a key, made anew from the least recently used one when there is no other.
+
+        A request that was forecast from that one goes on with the new pool's lengths.
+        """
+        pool = self._leaves.get(key)
+        if pool is None:
+            pool = 2 + GROUPS_MAX + len(self._leaves)
+            if len(self._leaves) == LEAVES_MAX:
+                pool = self._leaves.popitem(last=False)[1]
+                self._counts[pool] = self._alive[pool] = self._work[pool] = 0.0
+            self._leaves[key] = pool
+        self._leaves.move_to_end(key)
+        return pool
+
     def _blended(self, pool: IntArray, cell: IntArray) -> tuple[FloatArray, FloatArray]:
-        """(n,) requests from a cell on, and their tokens; groups are shrunk towards pool 0."""
-        prior = np.where(pool >= 2, PRIOR_WEIGHT / self._alive[0, 0], 0.0)
-        alive = self._alive[pool, cell] + prior * self._alive[0, cell]
-        return alive, self._work[pool, cell] + prior * self._work[0, cell]
+        """Requests from a cell on, and their tokens; every pool is shrunk to the one above it.
+
+        Args:
+            pool: any shape.
+            cell: a shape that goes with it.
+        """
+        top = np.where(pool == 1, 1, 0)
+        alive, work = self._alive[top, cell], self._work[top, cell]
+        total = self._alive[top, 0]
+        for level in range(LEVELS):
+            at = self._above[pool, level]
+            own, prior = at >= 0, PRIOR_WEIGHT / total
+            alive = np.where(own, self._alive[at, cell] + prior * alive, alive)
+            work = np.where(own, self._work[at, cell] + prior * work, work)
+            total = np.where(own, self._alive[at, 0] + PRIOR_WEIGHT, total)
+        return alive, work
 
     def _count(self, pool: int, value: float) -> None:
         cell = round(float(np.log2(max(value, 1.0))) * GRID_PER_OCTAVE)

@@ -63,7 +63,7 @@ class Router:
         self._config = config
         self._policy = make_policy(config)
         self._fallback = CentralFcfs()
-        self._predictor = LengthPredictor(config.decode_tokens_default)
+        self._predictor = LengthPredictor(config.decode_tokens_default, config.decode_quantile)
         self._fleet = FleetState(config.handoff, config.slow_start_s)
         self._waiting = WaitingRoom()
         self._handoff = Handoff(config.handoff, self._fleet, self._waiting)

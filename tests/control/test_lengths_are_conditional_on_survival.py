@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.control import Request
-from service.control.lengths import GROUPS_MAX, MEMORY, PRIOR_WEIGHT, LengthPredictor
+from service.control.lengths import GROUPS_MAX, LEAVES_MAX, MEMORY, PRIOR_WEIGHT, LengthPredictor
 
 DEFAULT = 200
 
@@ -128,6 +128,8 @@ def test_a_group_is_shrunk_towards_all_traffic_by_a_stated_weight__spec_7_4() ->
         predictor.observe(request(group="chat"), 512)
     everybody = (2000 * 64 + own * 512) / (2000 + own)
     expected = (own * 512 + PRIOR_WEIGHT * everybody) / (own + PRIOR_WEIGHT)
+    # Below the group lies the prompt's octave, which has seen the same requests.
+    expected = (own * 512 + PRIOR_WEIGHT * expected) / (own + PRIOR_WEIGHT)
     assert predictor.forecast(request(group="chat")).decode_tokens == pytest.approx(
         expected, rel=0.03
     )
@@ -157,3 +159,70 @@ def test_an_empty_answer_teaches_nothing() -> None:
     before = predictor.forecast(request()).decode_tokens
     predictor.observe(request(), 0)
     assert predictor.forecast(request()).decode_tokens == before
+
+
+def told(prompt: int, fingerprint: str = "", hint: int | None = None) -> Request:
+    return Request(
+        request_id="r",
+        arrival_s=0.0,
+        prompt_tokens=prompt,
+        fingerprint=fingerprint,
+        decode_tokens_hint=hint,
+        group="chat",
+    )
+
+
+def test_prompts_of_other_lengths_are_told_apart__spec_7_4() -> None:
+    predictor = LengthPredictor(DEFAULT)
+    for _ in range(400):
+        predictor.observe(told(10), 20)
+        predictor.observe(told(5000), 800)
+    assert predictor.forecast(told(12)).decode_tokens < 80
+    assert predictor.forecast(told(6000)).decode_tokens > 700
+    # Of a length never seen the group's mean is all that is known.
+    assert predictor.forecast(told(200)).decode_tokens == pytest.approx(410, rel=0.05)
+
+
+def test_system_prompts_are_told_apart_and_shrunk_towards_their_group__spec_7_4() -> None:
+    predictor = LengthPredictor(DEFAULT)
+    for _ in range(400):
+        predictor.observe(told(64, "summary"), 32)
+        predictor.observe(told(64, "essay"), 1024)
+    assert predictor.forecast(told(64, "summary")).decode_tokens < 70
+    assert predictor.forecast(told(64, "essay")).decode_tokens > 950
+    assert predictor.forecast(told(3, "essay")).decode_tokens > 950
+    assert predictor.forecast(told(64, "new")).decode_tokens == pytest.approx(528, rel=0.05)
+    assert remaining(predictor, told(64, "summary"), 40) > 100
+
+
+def test_unique_system_prompts_cannot_fill_the_memory() -> None:
+    predictor = LengthPredictor(DEFAULT)
+    for i in range(2 * LEAVES_MAX):
+        predictor.observe(told(64, f"unique{i}"), 64)
+        predictor.observe(told(64, "steady"), 512)
+    assert len(predictor._leaves) == LEAVES_MAX
+    assert predictor.forecast(told(64, "steady")).decode_tokens > 480
+    assert predictor.forecast(told(64, "unique0")).decode_tokens == pytest.approx(288, rel=0.1)
+
+
+@pytest.mark.parametrize("level", [0.25, 0.5, 0.9])
+def test_quantiles_are_those_of_what_was_seen(level: float) -> None:
+    rng = np.random.default_rng(4)
+    lengths = np.maximum(rng.lognormal(5.0, 0.8, 3000).round(), 1).astype(int).tolist()
+    predictor = learned(lengths)
+    expected = float(np.quantile(lengths, level))
+    assert predictor.quantile(request(), level) == pytest.approx(expected, rel=0.1)
+    wary = LengthPredictor(DEFAULT, level)
+    for length in lengths:
+        wary.observe(request(), length)
+    assert wary.forecast(request()).decode_tokens == pytest.approx(expected, rel=0.1)
+    survivors = [length for length in lengths if length > 150]
+    left = float(np.quantile(survivors, level)) - 150
+    assert remaining(wary, request(), 150) == pytest.approx(left, rel=0.15, abs=15)
+
+
+def test_a_quantile_stretches_hints_by_how_wrong_they_were() -> None:
+    wary = LengthPredictor(DEFAULT, 0.9)
+    for true in [50] * 800 + [200] * 200:
+        wary.observe(told(10, hint=100), true)
+    assert wary.forecast(told(10, hint=40)).decode_tokens == pytest.approx(80, rel=0.1)

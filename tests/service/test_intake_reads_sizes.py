@@ -204,3 +204,25 @@ def test_any_json_object_is_read_or_refused_never_a_crash(
 def test_any_bytes_are_read_or_refused_never_a_crash(body: bytes) -> None:
     with contextlib.suppress(BadRequestError):
         read_raw(body, Api.CHAT)
+
+
+def test_a_system_prompt_has_a_stable_fingerprint() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    parts = {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}
+    one = {"role": "user", "content": "What is a sheaf?"}
+    other = {"role": "user", "content": "And a stalk?"}
+    first = read(Api.CHAT, messages=[system, one]).fingerprint
+    assert len(first) == 16
+    assert read(Api.CHAT, messages=[system, other], temperature=0).fingerprint == first
+    assert read(Api.CHAT, messages=[parts, other]).fingerprint == first
+    longer = {"role": "system", "content": "Be brief. Be kind."}
+    assert read(Api.CHAT, messages=[longer, one]).fingerprint != first
+    # Only what leads the conversation is the system prompt.
+    assert read(Api.CHAT, messages=[one, system]).fingerprint == ""
+    assert read(prompt="Be brief.").fingerprint == ""
+
+
+@pytest.mark.parametrize("content", [None, 7, [], [None, {"text": 3}], {"text": "x"}, "\ud800"])
+def test_any_content_has_some_fingerprint(content: object) -> None:
+    facts = read(Api.CHAT, messages=[{"role": "system", "content": content}])
+    assert isinstance(facts.fingerprint, str)

@@ -120,6 +120,14 @@ def test_other_engines_than_configured_are_told_apart(
     assert discrepancy(read, size, complete=complete) == advice
 
 
+def test_a_rank_holds_its_own_kv_though_the_page_tells_the_blocks_of_all() -> None:
+    """As vLLM 0.32 writes it: blocks summed over two ranks, tokens of one."""
+    config = 'block_size="32",kv_cache_size_tokens="3200",num_gpu_blocks="200"'
+    body = "".join(f'vllm:cache_config_info{{engine="{rank}",{config}}} 1\n' for rank in range(2))
+    for sample in parse_engine_page(body.encode()).engines.values():
+        assert sample.kv_capacity_tokens == 3200 - 32
+
+
 # How they are watched
 
 
@@ -307,7 +315,8 @@ async def test_ranks_of_a_server_share_the_load_and_none_queues() -> None:
         workers = Counter(one.headers["x-bidgate-worker"] for one in answers)
         assert set(workers) == set(names)
         assert served(server) == [workers[name] for name in names]
-        assert waiting_max == 0
+        # What came while an iteration ran waits for the next one; all at once it would be six.
+        assert waiting_max <= 2
         assert ends(live.service.queue.stats()) == {"completed": 32}
 
 
