@@ -67,26 +67,30 @@ async def front_of(fleet: Fleet, *flags: str) -> AsyncIterator[Front]:
             yield Front(fleet, router, http, tuple(engines))
 
 
-async def read_on(front: Front, salt: int, seen: list[int]) -> None:
-    """Read one stream and count its events in seen[salt]."""
-    body = completion(
-        front.fleet.model,
-        prompt_tokens=PROMPT_TOKENS,
-        decode_tokens=DECODE_TOKENS,
-        salt=salt,
-        # On a busy machine several tokens share an event; with this each event says how many.
-        stream_options={"include_usage": True, "continuous_usage_stats": True},
-    )
-    async for _ in lines_of(front.http, body):
-        seen[salt] += 1
+async def read_on(front: Front, salt: int, seen: list[int], turns: int) -> None:
+    """Read one stream after the other and count their events in seen[salt]."""
+    for turn in range(turns):
+        body = completion(
+            front.fleet.model,
+            prompt_tokens=PROMPT_TOKENS,
+            decode_tokens=DECODE_TOKENS,
+            salt=salt + turn * len(seen),
+            # On a busy machine several tokens share an event; with this each event says how many.
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        )
+        async for _ in lines_of(front.http, body):
+            seen[salt] += 1
 
 
 @asynccontextmanager
-async def steady_load(front: Front) -> AsyncIterator[None]:
-    """The same number of long streams on every worker, all past their first tokens."""
+async def steady_load(front: Front, turns: int = 1) -> AsyncIterator[None]:
+    """The same number of long streams on every worker, all past their first tokens.
+
+    Each is followed by turns - 1 more, for looks that take longer than a fast engine's stream.
+    """
     count = REQUESTS_PER_WORKER * len(front.engines)
     seen = [0] * count
-    tasks = [asyncio.create_task(read_on(front, salt, seen)) for salt in range(count)]
+    tasks = [asyncio.create_task(read_on(front, salt, seen, turns)) for salt in range(count)]
     try:
 
         async def decoding() -> bool:
@@ -168,13 +172,13 @@ def told_s(old: EngineSample, new: EngineSample) -> float:
 async def test_iteration_time_is_learned_within_15_percent_of_the_engines_own(
     fleet: Fleet,
 ) -> None:
-    async with front_of(fleet) as front, steady_load(front):
+    async with front_of(fleet) as front, steady_load(front, turns=8):
         looks = []
         for _ in range(MEASURED_LOOKS):
             looks.append(await front.look())
             await asyncio.sleep(LOOK_S)
     for index, url in enumerate(fleet.urls):
-        # A fast machine ends the streams while we look; the first looks are still learning.
+        # Between two streams fewer run; the first looks are still learning.
         busy = [
             (page, samples[index])
             for page, samples in looks[LEARNING_LOOKS:]
