@@ -69,6 +69,7 @@ class SeenArrivals:
         self._pool = np.zeros(capacity, dtype=np.int64)
         self._next = 0
         self._size = 0
+        self._longest: float | None = None
         self._worker_ids: tuple[str, ...] = ()
         self._pools: dict[bytes, int] = {}
         self._members: list[BoolArray] = []
@@ -95,6 +96,7 @@ class SeenArrivals:
         self._pool[at] = pools[which]
         self._next = (self._next + rows.size) % self._tier.size
         self._size = min(self._size + rows.size, self._tier.size)
+        self._longest = None
 
     def longest(self, share: float) -> float:
         """Service steps that this share of the recorded arrivals does not exceed.
@@ -103,7 +105,10 @@ class SeenArrivals:
         """
         if self._size * (1.0 - share) < 1.0:
             return math.inf
-        return float(np.quantile(self._numbers[1, : self._size], share))
+        if self._longest is None:
+            place = max(0, math.ceil(share * self._size) - 1)
+            self._longest = float(np.partition(self._numbers[1, : self._size], place)[place])
+        return self._longest
 
     def knows_above(self, tier: int) -> bool:
         """Whether any recorded arrival was of a higher tier."""
