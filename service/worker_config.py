@@ -45,12 +45,12 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         """Refuse what no worker can have."""
-        if not self.worker_id:
-            raise ValueError("worker_id must not be empty")
         if not self.url.startswith(("http://", "https://")) or self.url.endswith("/"):
             raise ValueError(
                 f"url must be http(s)://host[:port] with no trailing slash: {self.url}"
             )
+        if not self.worker_id:
+            raise ValueError("worker_id must not be empty")
         if "@" in urlsplit(self.url).netloc:
             # The worker's id, which clients and metrics see, is made from the URL.
             raise ValueError("url must not hold credentials; api_key is for them")
