@@ -24,6 +24,8 @@ class ExperimentOptions:
             skipped and said so.
         docs: folder that gets JSON, pictures and Markdown pages too (docs/results).
         render_only: simulate nothing; make pictures and pages again from the JSON in --out.
+        recompute: simulate everything anew. Otherwise simulations that --out has from an earlier
+            run, with the same code and the same settings, are used again.
     """
 
     full: bool = False
@@ -33,11 +35,12 @@ class ExperimentOptions:
     data: Path | None = None
     docs: Path | None = None
     render_only: bool = False
+    recompute: bool = False
 
 
 def experiments(
     *names: str, out: Path = DEFAULT_OUT, options: ExperimentOptions | None = None
-) -> None:
+) -> int:
     """Run experiments in virtual time and write what they say; all of them when none is named.
 
     Parameters
@@ -50,4 +53,4 @@ def experiments(
     # Loaded here, so that other commands start without the simulator.
     from loadgen.experiments.execution import execute
 
-    execute(names, out, options or ExperimentOptions())
+    return execute(names, out, options or ExperimentOptions())

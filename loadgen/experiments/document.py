@@ -160,6 +160,7 @@ class Document:
         seeds: of the runs.
         faults: ticks in which a policy failed and first come first served decided instead.
         skipped: what was not run, and why.
+        scale: what of the whole grid was run; "" for all of it.
     """
 
     name: str
@@ -174,6 +175,7 @@ class Document:
     claims: tuple[Claim, ...] = ()
     faults: int = 0
     skipped: tuple[str, ...] = field(default=())
+    scale: str = ""
 
 
 def rounded(value: float) -> float:

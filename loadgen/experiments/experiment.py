@@ -61,10 +61,12 @@ class Plan:
     Attributes:
         cases: any order, repetitions allowed.
         report: makes the document once all are there.
+        missing: why there is nothing to run, as recorded data that are not there; "" if there is.
     """
 
     cases: tuple[Case, ...]
     report: Callable[[Results], Document]
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

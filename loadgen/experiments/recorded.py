@@ -82,7 +82,8 @@ def plan(scale: Scale) -> Plan:
                 compare_rules(f"{recording.title}, load {load:g}", case, rules, scale)
             )
     cases = [case for item in comparisons for case in all_cases(item.lines)]
-    return Plan(tuple(cases), partial(_report, scale, tuple(comparisons), tuple(skipped)))
+    report = partial(_report, scale, tuple(comparisons), tuple(skipped))
+    return Plan(tuple(cases), report, "" if comparisons else "; ".join(skipped))
 
 
 def _report(

@@ -1,12 +1,18 @@
-"""Runs cases in parallel processes. Results depend on the cases alone, not on who ran them when."""
+"""Runs cases in parallel processes. Results depend on the cases alone, not on who ran them when.
+
+A case that fails is named and costs nothing but itself; the others go on.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from loadgen.experiments.cases import Case, run_case
@@ -14,42 +20,113 @@ from loadgen.experiments.rules import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from concurrent.futures import Future
 
     from loadgen.experiments.measures import Measured
+    from loadgen.experiments.store import ResultStore
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+KILLED = "its process, or that of a simulation beside it, was killed (out of memory?)"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the cases.
+
+    Attributes:
+        results: by case.
+        failures: why the others have none.
+        cpu_s: processor time of those that were simulated now.
+        reused: how many were known from an earlier run.
+    """
+
+    results: dict[Case, Measured] = field(default_factory=dict)
+    failures: dict[Case, str] = field(default_factory=dict)
+    cpu_s: dict[Case, float] = field(default_factory=dict)
+    reused: int = 0
 
 
 def run_cases(
-    cases: Iterable[Case], jobs: int, ended: Callable[[Case], None] = lambda _: None
-) -> dict[Case, Measured]:
-    """Simulate every distinct case once.
+    cases: Iterable[Case],
+    jobs: int,
+    ended: Callable[[Case], None] = lambda _: None,
+    store: ResultStore | None = None,
+) -> Outcome:
+    """Simulate every distinct case once, those that the store knows excepted.
 
     Args:
         cases: repetitions allowed.
         jobs: processes; with 1 this process does everything itself.
-        ended: called after each.
+        ended: called after each, failed ones too.
+        store: where results are kept; None for nowhere.
     """
-    distinct = sorted(dict.fromkeys(cases), key=_cost, reverse=True)
-    found: dict[Case, Measured] = {}
-    if jobs <= 1 or len(distinct) <= 1:
-        for case in distinct:
-            found[case] = run_case(case)
+    outcome = Outcome()
+    distinct = list(dict.fromkeys(cases))
+    for case in distinct:
+        known = None if store is None else store.load(case)
+        if known is not None:
+            outcome.results[case] = known
+            outcome.reused += 1
             ended(case)
-        return found
+    todo = sorted((c for c in distinct if c not in outcome.results), key=_cost, reverse=True)
+    run = _run_here if jobs <= 1 or len(todo) <= 1 else _run_in_processes
+    for case, result in run(todo, jobs):
+        _take(outcome, case, result, store)
+        ended(case)
+    return outcome
+
+
+def timed_case(case: Case) -> tuple[Measured, float]:
+    """Simulate a case; its result and the processor time it took."""
+    started_s = time.process_time()
+    return run_case(case), time.process_time() - started_s
+
+
+def _take(
+    outcome: Outcome,
+    case: Case,
+    result: tuple[Measured, float] | Exception,
+    store: ResultStore | None,
+) -> None:
+    if isinstance(result, BrokenProcessPool):
+        outcome.failures[case] = KILLED
+    elif isinstance(result, Exception):
+        outcome.failures[case] = f"{type(result).__name__}: {result}"
+    else:
+        outcome.results[case], outcome.cpu_s[case] = result
+        if store is not None:
+            store.save(case, result[0])
+
+
+def _run_here(
+    cases: Iterable[Case], _: int
+) -> Iterator[tuple[Case, tuple[Measured, float] | Exception]]:
+    for case in cases:
+        try:
+            yield case, timed_case(case)
+        except Exception as error:
+            yield case, error
+
+
+def _run_in_processes(
+    cases: Iterable[Case], jobs: int
+) -> Iterator[tuple[Case, tuple[Measured, float] | Exception]]:
     with (
         _single_threaded(),
         ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
     ):
-        waiting = {pool.submit(run_case, case): case for case in distinct}
+        waiting: dict[Future[tuple[Measured, float]], Case] = {}
         try:
+            for case in cases:
+                waiting[pool.submit(timed_case, case)] = case
             for future in as_completed(waiting):
-                found[waiting[future]] = future.result()
-                ended(waiting[future])
+                error = future.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield waiting[future], future.result() if error is None else error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return found
 
 
 def _cost(case: Case) -> float:

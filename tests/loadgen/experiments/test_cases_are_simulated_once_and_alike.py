@@ -25,6 +25,7 @@ from loadgen.experiments.loads import (
 from loadgen.experiments.registry import choose
 from loadgen.experiments.rules import RuleBook
 from loadgen.experiments.runner import run_cases
+from loadgen.experiments.store import FOLDER
 from loadgen.trace_errors import TraceError
 from loadgen.workload import Prediction
 from service.control.config import PolicyName
@@ -45,8 +46,9 @@ def case(policy: PolicyName = PolicyName.CENTRAL_FCFS, load: Load | None = None)
 
 def test_one_seed_gives_the_same_bytes_twice(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        (document,) = run_experiments(choose(["table-1"]), TINY, jobs=1)
-        write_document(document, tmp_path / name)
+        (made,) = run_experiments(choose(["table-1"]), TINY, jobs=1)
+        assert made.document is not None
+        write_document(made.document, tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
@@ -64,14 +66,14 @@ def test_two_processes_give_what_one_gives() -> None:
         for policy in (PolicyName.RANDOM, PolicyName.ONLINE_LP)
     ]
     ended: list[Case] = []
-    assert run_cases(cases, 2, ended.append) == run_cases(cases, 1)
+    assert run_cases(cases, 2, ended.append).results == run_cases(cases, 1).results
     assert set(ended) == set(cases)
 
 
 def test_equal_cases_are_simulated_once() -> None:
     ended: list[Case] = []
     found = run_cases([case(), case(), replace(case(), probe=Probe.WINDOWS)], 1, ended.append)
-    assert len(ended) == len(found) == 2
+    assert len(ended) == len(found.results) == len(found.cpu_s) == 2
 
 
 def test_policies_that_ignore_predictions_are_not_run_again_for_another_prediction() -> None:
@@ -147,7 +149,9 @@ def test_a_recorded_trace_is_replayed_and_its_folder_is_not_told(tmp_path: Path)
     lines = [f"2023-11-16 18:00:{second:02}.0000000,{40 + second},8" for second in range(30)]
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
     scale = Scale(seeds=(1,), requests=10, data=tmp_path)
-    (document,) = run_experiments(choose(["recorded"]), scale, jobs=1)
+    (made,) = run_experiments(choose(["recorded"]), scale, jobs=1)
+    document = made.document
+    assert document is not None
     assert len(document.tables) == 1
     assert len(document.skipped) == 2
     assert str(tmp_path).encode() not in orjson.dumps(document)
@@ -177,10 +181,10 @@ def test_the_command_writes_everything_and_renders_again_without_simulating(
     flags = ["--out", str(out), "--docs", str(docs)]
     ran = ("unequal", "--requests", "8", "--seeds", "1", "--jobs", "1")
     assert status_of(["experiments", *flags, *ran]) == 0
-    assert "In " in capsys.readouterr().out
+    assert "In " in capsys.readouterr().err
     names = {"unequal.json", "unequal.md", "unequal.png", "README.md"}
     assert {path.name for path in docs.iterdir()} == names
-    assert {path.name for path in out.iterdir()} == names | {"experiments.html"}
+    assert {path.name for path in out.iterdir()} == names | {"experiments.html", FOLDER}
     before = {path.name: path.read_bytes() for path in docs.iterdir()}
     (out / "unequal.md").unlink()
     assert status_of(["experiments", *flags, "--render-only"]) == 0

@@ -1,0 +1,206 @@
+"""Long runs break: a bad simulation costs itself alone, what is finished is not done again."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from loadgen.experiments import execution, runner, store
+from loadgen.experiments.cases import Case, run_case
+from loadgen.experiments.command import ExperimentOptions
+from loadgen.experiments.document import Document, read_document, write_document
+from loadgen.experiments.execution import execute, run_experiments
+from loadgen.experiments.experiment import Experiment, Plan, Results, Scale
+from loadgen.experiments.fleets import a100_fleet, period_control, unit_fleet
+from loadgen.experiments.loads import Load
+from loadgen.experiments.registry import choose
+from loadgen.experiments.rules import RuleBook
+from loadgen.experiments.runner import run_cases
+from loadgen.experiments.store import ResultStore, case_key, code_fingerprint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BOOK = RuleBook(period_control())
+GOOD = Case(
+    load=Load(load=1.0, requests=12, seed=1),
+    workers=unit_fleet(2, 4, 2000),
+    rule=BOOK.first_come(),
+)
+# The hindsight bound refuses workers whose pace changes.
+BAD = replace(GOOD, workers=a100_fleet(2, 4), rule=BOOK.hindsight())
+SCALE = Scale(seeds=(1,), requests=12)
+
+
+def report(name: str, results: Results) -> Document:
+    case = next(iter(results))
+    return Document(
+        name=name,
+        title=name,
+        asked=f"{name}?",
+        answers=(f"{results[case].values['ttft_mean_s']:.3f}",),
+        setting={},
+        command=name,
+        seeds=(1,),
+    )
+
+
+def experiment(name: str, *cases: Case, missing: str = "") -> Experiment:
+    return Experiment(
+        name=name,
+        summary=name,
+        plan=lambda _: Plan(cases, partial(report, name), missing),
+    )
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry of three experiments: one good, one with a bad case, one without its data."""
+    found = {
+        "good": experiment("good", GOOD),
+        "bad": experiment("bad", GOOD, BAD),
+        "absent": experiment("absent", missing="no recording"),
+    }
+    monkeypatch.setattr(execution, "all_experiments", lambda: found)
+    monkeypatch.setattr(execution, "choose", lambda names: [found[n] for n in names or found])
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_case_that_fails_is_named_and_the_others_have_their_results(jobs: int) -> None:
+    ended: list[Case] = []
+    outcome = run_cases([GOOD, BAD], jobs, ended.append)
+    assert outcome.results == {GOOD: run_case(GOOD)}
+    assert list(outcome.failures) == [BAD]
+    assert "constant pace" in outcome.failures[BAD]
+    assert set(ended) == {GOOD, BAD}
+
+
+def die() -> None:
+    os._exit(3)
+
+
+def test_a_process_that_is_killed_is_told_and_loses_no_finished_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = ResultStore(tmp_path)
+    assert run_cases([GOOD], 1, store=kept).results
+    killed = replace(GOOD, load=replace(GOOD.load, requests=13))
+    monkeypatch.setattr(runner, "timed_case", _killed)
+    outcome = run_cases([GOOD, killed, replace(killed, ttft_bound_s=1.0)], 2, store=kept)
+    assert list(outcome.results) == [GOOD]
+    assert set(outcome.failures.values()) == {runner.KILLED}
+
+
+def _killed(_: Case) -> None:
+    die()
+
+
+@pytest.mark.usefixtures("known")
+def test_one_bad_simulation_costs_its_own_page_and_the_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ExperimentOptions(jobs=1, docs=tmp_path / "docs")
+    assert execute((), tmp_path / "out", options) == 1
+    told = capsys.readouterr()
+    assert "bad failed: 1 simulations failed: hindsight bound (LP) on lmsys-like" in told.out
+    assert "absent not run: no recording" in told.out
+    assert "s in all" in told.err
+    written = {path.name for path in (tmp_path / "docs").iterdir()}
+    assert written == {"good.json", "good.md", "README.md"}
+
+
+@pytest.mark.usefixtures("known")
+def test_pages_of_what_did_not_run_stay_in_the_index(tmp_path: Path) -> None:
+    out, docs = tmp_path / "out", tmp_path / "docs"
+    docs.mkdir()
+    for folder, answer in ((docs, "of the pages"), (out, "stale")):
+        folder.mkdir(exist_ok=True)
+        older = Document(
+            name="absent",
+            title="absent",
+            asked="absent?",
+            answers=(answer,),
+            setting={},
+            command="absent",
+            seeds=(1,),
+        )
+        write_document(older, folder / "absent.json")
+    assert execute(("good", "absent"), out, ExperimentOptions(jobs=1, docs=docs)) == 0
+    assert read_document(docs / "absent.json").answers == ("of the pages",)
+    index = (docs / "README.md").read_text()
+    assert "(good.md)" in index
+    assert "of the pages" in index
+    page = (out / "experiments.html").read_text()
+    assert "good?" in page
+    assert "of the pages" in page
+
+
+@pytest.mark.usefixtures("known")
+def test_a_second_run_uses_finished_simulations_and_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    execute(("good",), tmp_path, ExperimentOptions(jobs=1))
+    first = (tmp_path / "good.json").read_bytes()
+    simulated: list[Case] = []
+
+    def counted(case: Case) -> object:
+        simulated.append(case)
+        return run_case(case), 0.0
+
+    monkeypatch.setattr(runner, "timed_case", counted)
+    execute(("good",), tmp_path, ExperimentOptions(jobs=1))
+    assert simulated == []
+    assert "1 simulations of an earlier run used again" in capsys.readouterr().err
+    assert (tmp_path / "good.json").read_bytes() == first
+    execute(("good",), tmp_path, ExperimentOptions(jobs=1, recompute=True))
+    assert simulated == [GOOD]
+    assert (tmp_path / "good.json").read_bytes() == first
+
+
+def test_other_settings_other_code_or_another_trace_are_another_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = ResultStore.open(tmp_path)
+    kept.save(GOOD, run_case(GOOD))
+    assert kept.load(GOOD) == run_case(GOOD)
+    assert kept.load(replace(GOOD, ttft_bound_s=0.5)) is None
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,1,1\n1,1,1\n")
+    recorded = replace(GOOD, load=replace(GOOD.load, trace=str(trace)))
+    before = case_key(recorded)
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,1,1\n1,1,12\n")
+    assert case_key(recorded) != before
+    monkeypatch.setattr(store, "code_fingerprint", lambda: "other")
+    assert ResultStore.open(tmp_path).load(GOOD) is None
+    assert [path.name for path in (tmp_path / store.FOLDER).iterdir()] == ["other"]
+
+
+def test_a_result_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
+    kept = ResultStore.open(tmp_path)
+    kept.save(GOOD, run_case(GOOD))
+    (path,) = kept.folder.iterdir()
+    path.write_text(path.read_text()[:40])
+    assert kept.load(GOOD) is None
+
+
+def test_the_fingerprint_covers_the_code_that_simulates() -> None:
+    assert code_fingerprint() == code_fingerprint()
+    names = {package.__name__ for package in store.SOURCES}
+    assert names == {"service.control", "service.mock", "loadgen"}
+
+
+def test_recordings_that_are_not_there_leave_no_page() -> None:
+    (made,) = run_experiments(choose(["recorded"]), SCALE, jobs=1)
+    assert made.document is None
+    assert not made.failed
+    assert "azure2023_conv.csv.gz" in made.told
+
+
+def test_a_reduced_page_says_what_of_the_whole_grid_it_has() -> None:
+    (made,) = run_experiments(choose(["unequal"]), SCALE, jobs=1)
+    assert made.document is not None
+    assert "of the 50 simulations of --full" in made.document.scale
