@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from loadgen.experiments.document import Document
     from loadgen.experiments.experiment import Experiment, Plan
 
-REDUCED_SEEDS, REDUCED_REQUESTS = 2, 600
+REDUCED_SEEDS, REDUCED_REQUESTS = 2, 500
 FULL_SEEDS, FULL_REQUESTS = 5, 3400
 FAILURES_TOLD = 3
 """Failed simulations named of each experiment; the rest are counted."""
@@ -199,7 +199,7 @@ def _gather(out: Path, options: ExperimentOptions, fresh: set[str]) -> list[Docu
 def _publish(documents: Sequence[Document], out: Path, options: ExperimentOptions) -> None:
     for document in documents:
         write_document(document, out / f"{document.name}.json")
-    written = write_pages(documents, out)
+    written = write_pages(documents, out, options.jobs)
     write_html(documents, out)
     if options.docs is not None:
         options.docs.mkdir(parents=True, exist_ok=True)

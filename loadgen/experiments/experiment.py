@@ -6,9 +6,9 @@ A line is one row of a table or one point of a curve: the same setting under sev
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from loadgen.experiments.cases import Case, make_case
 from loadgen.experiments.document import Cell, Column, Document, Row, Series, Spread, Table, rounded
@@ -42,6 +42,11 @@ class Scale:
     def fewer(self) -> int:
         """Requests of the experiments that need less, in reduced grids."""
         return self.requests if self.full else max(4, round(FEWER * self.requests))
+
+    @property
+    def fewer_seeds(self) -> tuple[int, ...]:
+        """Seeds of what repeats another picture under slightly other conditions: one if reduced."""
+        return self.seeds if self.full else self.seeds[:1]
 
     def command(self, name: str) -> str:
         """Write the command line that makes an experiment again; the data folder as DIR."""
@@ -190,14 +195,40 @@ class Curve:
 
 def series(curve: Curve, key: str, results: Results, factor: float = 1.0) -> Series:
     """Turn one measure of a curve into a series with its spread."""
-    found = [item.spread(key, results, factor) for item in curve.lines]
+    drawn = front(
+        curve.label, curve.lines, lambda _: 0.0, lambda item: item.spread(key, results, factor)
+    )
+    return replace(drawn, x=curve.x)
+
+
+def front(
+    label: str,
+    lines: Sequence[Line],
+    x: Callable[[Line], float],
+    y: Callable[[Line], Spread | None],
+) -> Series:
+    """Place lines in a plane, joined in their order; the spread is that of y."""
+    found = [y(item) for item in lines]
     return Series(
-        label=curve.label,
-        x=curve.x,
+        label=label,
+        x=tuple(x(item) for item in lines),
         y=tuple(None if s is None else s.mean for s in found),
         low=tuple(None if s is None else s.low for s in found),
         high=tuple(None if s is None else s.high for s in found),
     )
+
+
+class HasLines(Protocol):
+    """A group of settings that are shown together."""
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """All of them."""
+
+
+def cases_of(groups: Iterable[HasLines]) -> tuple[Case, ...]:
+    """Every case of every line of every group."""
+    return tuple(case for group in groups for case in all_cases(group.lines))
 
 
 def all_cases(lines: Sequence[Line]) -> tuple[Case, ...]:

@@ -16,8 +16,9 @@ from loadgen.experiments.experiment import (
     Results,
     Scale,
     TableSpec,
-    all_cases,
+    cases_of,
     faults,
+    front,
     line,
     ratio,
     tabulate,
@@ -49,20 +50,20 @@ class Yardstick:
     Attributes:
         title: the load in words.
         mean, p99: most that TTFT may be of least_outstanding's.
-        lines: single rules. shortest, ours: points of the two frontiers.
+        singles: rules by themselves. shortest, ours: points of the two frontiers.
     """
 
     title: str
     mean: float
     p99: float
-    lines: tuple[Line, ...]
+    singles: tuple[Line, ...]
     shortest: tuple[Line, ...]
     ours: tuple[Line, ...]
 
     @property
-    def all_lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[Line, ...]:
         """Every line once."""
-        return (*self.lines, *self.shortest, *self.ours)
+        return (*self.singles, *self.shortest, *self.ours)
 
 
 def plan(scale: Scale) -> Plan:
@@ -90,8 +91,7 @@ def plan(scale: Scale) -> Plan:
     if scale.full:
         title = "bound by KV memory, recompute for nothing, load 0.97"
         yardsticks.append(_yardstick(title, (0.40, 1.3), memory, period, scale))
-    cases = [case for item in yardsticks for case in all_cases(item.all_lines)]
-    return Plan(tuple(cases), partial(_report, scale, tuple(yardsticks)))
+    return Plan(cases_of(yardsticks), partial(_report, scale, tuple(yardsticks)))
 
 
 def _yardstick(
@@ -150,7 +150,7 @@ def _report(scale: Scale, yardsticks: Sequence[Yardstick], results: Results) -> 
             ),
         ),
         claims=tuple(claims),
-        faults=faults([case for item in yardsticks for case in all_cases(item.all_lines)], results),
+        faults=faults(cases_of(yardsticks), results),
     )
 
 
@@ -162,7 +162,7 @@ def claims_of(item: Yardstick, results: Results) -> list[Claim]:
     met = mean <= item.mean and p99 <= item.p99
     beaten_by = [
         other.label
-        for other in (*item.shortest, *item.lines)
+        for other in (*item.shortest, *item.singles)
         if other is not mine
         and other.mean(MEAN, results) < mine.mean(MEAN, results)
         and other.mean(P99, results) <= mine.mean(P99, results)
@@ -193,18 +193,18 @@ def _over(mine: Line, base: Line, key: str, results: Results) -> float:
 
 
 def _line(item: Yardstick, label: str) -> Line:
-    return next(found for found in item.lines if found.label == label)
+    return next(found for found in item.singles if found.label == label)
 
 
 def _table(item: Yardstick, results: Results) -> Table:
     columns = (*SECOND_TABLE, UTILISATION, KV_UTILISATION)
-    return tabulate(item.all_lines, TableSpec(item.title, columns, BASE), results)
+    return tabulate(item.lines, TableSpec(item.title, columns, BASE), results)
 
 
 def _panel(item: Yardstick, results: Results) -> Panel:
     base = _line(item, BASE)
     groups: list[tuple[str, tuple[Line, ...]]] = [
-        (found.label, (found,)) for found in item.lines if found is not base
+        (found.label, (found,)) for found in item.singles if found is not base
     ]
     groups += [("central_shortest_first, age guards", item.shortest), ("forward, age", item.ours)]
     return Panel(
@@ -218,13 +218,11 @@ def _panel(item: Yardstick, results: Results) -> Panel:
 
 
 def _points(label: str, lines: Sequence[Line], base: Line, results: Results) -> Series:
-    tails = [ratio(item.values(P99, results), base.values(P99, results)) for item in lines]
-    return Series(
+    return front(
         label,
-        tuple(_over(item, base, MEAN, results) for item in lines),
-        tuple(None if s is None else s.mean for s in tails),
-        tuple(None if s is None else s.low for s in tails),
-        tuple(None if s is None else s.high for s in tails),
+        lines,
+        lambda item: _over(item, base, MEAN, results),
+        lambda item: ratio(item.values(P99, results), base.values(P99, results)),
     )
 
 

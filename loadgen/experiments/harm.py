@@ -16,7 +16,7 @@ from loadgen.experiments.experiment import (
     Results,
     Scale,
     TableSpec,
-    all_cases,
+    cases_of,
     faults,
     line,
     tabulate,
@@ -68,8 +68,7 @@ def plan(scale: Scale) -> Plan:
         for title, case in found.items()
         for load in (LOADS_FULL if scale.full else LOADS)
     )
-    cases = [case for item in hardships for case in all_cases(item.lines)]
-    return Plan(tuple(cases), partial(_report, scale, hardships, tuple(skipped)))
+    return Plan(cases_of(hardships), partial(_report, scale, hardships, tuple(skipped)))
 
 
 def _hardships(scale: Scale, case: Case) -> tuple[dict[str, Case], list[str]]:
@@ -105,7 +104,6 @@ def _report(
 ) -> Document:
     claims = [harm_claim(item, results) for item in hardships]
     harmless = sum(claim.verdict is Verdict.CONFIRMED for claim in claims)
-    cases = [case for item in hardships for case in all_cases(item.lines)]
     return Document(
         name=NAME,
         title="Do no harm",
@@ -137,7 +135,7 @@ def _report(
             for item in hardships
         ),
         claims=tuple(claims),
-        faults=faults(cases, results),
+        faults=faults(cases_of(hardships), results),
         skipped=skipped,
     )
 

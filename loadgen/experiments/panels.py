@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from loadgen.experiments.document import Table
+    from loadgen.experiments.experiment import Scale
 
 WORKERS = 4
 BATCH_LIMIT = 24
@@ -113,6 +114,10 @@ class PaperPanel:
             f"Figure {self.figure}({self.part}): λ = {self.rate:g}, "
             f"weights ({self.weight_text}), {self.prediction.value} prediction"
         )
+
+    def seeds(self, scale: Scale) -> tuple[int, ...]:
+        """All seeds for exact prediction; the noisy figures repeat those, and get fewer."""
+        return scale.seeds if self.prediction is Prediction.EXACT else scale.fewer_seeds
 
     def lines(self, seeds: Sequence[int], requests: int, *, bound: bool = True) -> tuple[Line, ...]:
         """Every policy under every seed: the four heuristics, the strong baselines, the bound."""

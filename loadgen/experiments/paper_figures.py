@@ -66,7 +66,7 @@ def figures() -> dict[int, tuple[str, tuple[PaperPanel, ...]]]:
 def plan(scale: Scale) -> Plan:
     """Choose the cases of every panel; equal ones are simulated once."""
     drawn = {
-        figure: tuple((panel, panel.lines(scale.seeds, scale.requests)) for panel in parts)
+        figure: tuple((panel, panel.lines(panel.seeds(scale), scale.fewer)) for panel in parts)
         for figure, (_, parts) in figures().items()
     }
     cases = [case for parts in drawn.values() for _, lines in parts for case in all_cases(lines)]
@@ -123,7 +123,7 @@ def setting(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results
         "in blocks of 16; the paper gives neither, these make λ = 0.4 stable and λ = 0.5 a slight "
         "overload, bound by slots",
         "offered load, decode work over slots": told,
-        "arrivals": f"Poisson, {scale.requests} requests from empty to empty; the times of each "
+        "arrivals": f"Poisson, {scale.fewer} requests from empty to empty; the times of each "
         "sample are stretched until it offers exactly the load that λ means for the mean answer",
         "tail bounds": f"t2' = {panels.TTFT_BOUND_PERIODS} periods (figure 13); "
         f"t1' = {panels.E2E_BOUND_PERIODS} periods (ours, the paper names none)",
@@ -131,6 +131,7 @@ def setting(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results
         "size 0.0025, or 0.00025 where alpha is 0.03 or more: the best of price-step), rolling "
         "horizon of 2,048 periods in buckets of 16, rewards normalised so that they do not "
         "saturate",
+        "seeds of the noisy figures": ", ".join(map(str, scale.fewer_seeds)),
         "refusals": "a request that waited 4,000 periods is refused and counts with that wait",
     }
 

@@ -67,7 +67,7 @@ def table_2_plan(scale: Scale) -> Plan:
     rules = [*book.heuristics(), *book.strong(chosen), unwatched]
     # Before stretching the first rate is 1 per second, and half of the time is over when 1 of
     # 1 + SHIFTED / STABLE parts of the requests have come.
-    middle_s = scale.requests / (1 + SHIFTED / STABLE)
+    middle_s = scale.fewer / (1 + SHIFTED / STABLE)
     shift = f"piecewise:0=1,{middle_s:g}={SHIFTED / STABLE:g}"
     lines = _lines(rules, shift, (STABLE + SHIFTED) / 2, scale)
     return Plan(all_cases(lines), partial(_table_2, scale, lines))
@@ -101,7 +101,7 @@ def _lines(rules: Sequence[Rule], arrivals: str, rate: float, scale: Scale) -> t
         load=Load(
             arrivals=arrivals,
             load=panels.nominal_load(rate),
-            requests=scale.requests,
+            requests=scale.fewer,
             prediction=Prediction.NOISY,
         ),
         workers=unit_fleet(panels.WORKERS, panels.BATCH_LIMIT, panels.KV_TOKENS),
@@ -193,7 +193,7 @@ def _document(name: str, scale: Scale, lines: Sequence[Line], results: Results) 
             "weights": f"({panels.QUERIES_AND_TAIL}), as in figure 2(b)",
             "offered load": ", ".join(f"{load:.2f}" for load in offered),
             "prediction": "uniform in 0.8 to 1.2 times the length",
-            "requests": str(scale.requests),
+            "requests": str(scale.fewer),
             "numbers of the paper": "its tables are pictures in the text we have; only the "
             "claims in words are compared",
         },

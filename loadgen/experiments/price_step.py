@@ -21,6 +21,7 @@ from loadgen.experiments.experiment import (
     Scale,
     TableSpec,
     all_cases,
+    cases_of,
     faults,
     line,
     series,
@@ -55,7 +56,7 @@ ZERO = "0"
 
 def plan(scale: Scale) -> Plan:
     """Zero prices, then one step size after the other, under two weight vectors."""
-    case = base_case(replace(scale, requests=scale.fewer))
+    case = base_case(scale)
     book = RuleBook(period_control())
     curves = []
     for text in WEIGHTS:
@@ -68,8 +69,7 @@ def plan(scale: Scale) -> Plan:
             for step, rule in steps.items()
         )
         curves.append(Curve(f"weights ({text})", tuple(steps), lines))
-    cases = [item for curve in curves for item in all_cases(curve.lines)]
-    return Plan(tuple(cases), partial(_report, scale, tuple(curves)))
+    return Plan(cases_of(curves), partial(_report, scale, tuple(curves)))
 
 
 def _with_step(rule: Rule, step_size: float) -> Rule:

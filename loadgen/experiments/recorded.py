@@ -10,7 +10,7 @@ from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import SECOND_TABLE, UTILISATION
 from loadgen.experiments.comparisons import compare_rules, ratio_chart
 from loadgen.experiments.document import Document
-from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, all_cases, faults
+from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, cases_of, faults
 from loadgen.experiments.fleets import a100_fleet
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import RuleBook
@@ -81,15 +81,13 @@ def plan(scale: Scale) -> Plan:
             comparisons.append(
                 compare_rules(f"{recording.title}, load {load:g}", case, rules, scale)
             )
-    cases = [case for item in comparisons for case in all_cases(item.lines)]
     report = partial(_report, scale, tuple(comparisons), tuple(skipped))
-    return Plan(tuple(cases), report, "" if comparisons else "; ".join(skipped))
+    return Plan(cases_of(comparisons), report, "" if comparisons else "; ".join(skipped))
 
 
 def _report(
     scale: Scale, comparisons: Sequence[Comparison], skipped: tuple[str, ...], results: Results
 ) -> Document:
-    cases = [case for item in comparisons for case in all_cases(item.lines)]
     charts = (
         (
             ratio_chart(
@@ -118,7 +116,7 @@ def _report(
         seeds=scale.seeds,
         tables=tuple(item.table((*SECOND_TABLE, UTILISATION), results) for item in comparisons),
         charts=charts,
-        faults=faults(cases, results),
+        faults=faults(cases_of(comparisons), results),
         skipped=skipped,
     )
 

@@ -7,12 +7,15 @@ verdict. One page an experiment holds its tables.
 from __future__ import annotations
 
 import base64
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jinja2
 
-from loadgen.experiments.document import Cell, Claim, Column, Document, Spread, read_document
+from loadgen.experiments.document import Cell, Chart, Claim, Column, Document, Spread, read_document
 from loadgen.experiments.pictures import draw_chart
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ TEMPLATES = Path(__file__).with_name("templates")
 INDEX_FILE = "README.md"
 PAGE_FILE = "experiments.html"
 NOTHING = "-"
+FEW_CHARTS = 4
+"""So many are drawn before other processes have started."""
 OURS = "ours"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -32,11 +37,10 @@ def read_documents(folder: Path, order: Sequence[str]) -> list[Document]:
     return [read_document(path) for path in paths if path.is_file()]
 
 
-def write_pages(documents: Sequence[Document], folder: Path) -> list[Path]:
+def write_pages(documents: Sequence[Document], folder: Path, jobs: int = 1) -> list[Path]:
     """Write pictures, one Markdown page a document, and the index; returns what was written."""
-    written = []
+    written = _draw([chart for document in documents for chart in document.charts], folder, jobs)
     for document in documents:
-        written += [draw_chart(chart, folder) for chart in document.charts]
         page = folder / f"{document.name}.md"
         page.write_text(_render("experiment.md.j2", document=document), encoding="utf-8")
         written.append(page)
@@ -44,6 +48,15 @@ def write_pages(documents: Sequence[Document], folder: Path) -> list[Path]:
     text = _render("index.md.j2", documents=documents, claims=sorted_claims(documents))
     index.write_text(text, encoding="utf-8")
     return [*written, index]
+
+
+def _draw(charts: Sequence[Chart], folder: Path, jobs: int) -> list[Path]:
+    """Draw pictures; each takes most of a second, so many are shared out to processes."""
+    draw = partial(draw_chart, folder=folder)
+    if jobs <= 1 or len(charts) <= FEW_CHARTS:
+        return [draw(chart) for chart in charts]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(draw, charts))
 
 
 def write_html(documents: Sequence[Document], folder: Path) -> Path:

@@ -20,6 +20,7 @@ from loadgen.experiments.experiment import (
     Scale,
     TableSpec,
     all_cases,
+    cases_of,
     faults,
     line,
     series,
@@ -40,9 +41,9 @@ PER_WORKER, PER_WORKER_FULL = 0.03, 0.1
 """Requests a worker, as a share of the usual number of a run."""
 LOAD = 1.0
 HORIZONS = (512, 2048, 8192)
-TICK_SIZES = (4, 16, 64)
+TICK_SIZES, TICK_SIZES_FULL = (4, 16, 64), (4, 16, 64, 256)
 TICK_LOAD = 1.3
-TICK_REQUESTS = 24
+TICK_REQUESTS, TICK_REQUESTS_FULL = 12, 24
 """Requests a worker when only the time of decisions is measured."""
 
 
@@ -64,8 +65,7 @@ def plan(scale: Scale) -> Plan:
             )
             lines.append(line(case, scale.seeds, f"{rule.label}: {size} workers"))
         curves.append(Curve(rule.label, tuple(str(size) for size in sizes), tuple(lines)))
-    cases = [case for curve in curves for case in all_cases(curve.lines)]
-    return Plan(tuple(cases), partial(_report, scale, tuple(curves)))
+    return Plan(cases_of(curves), partial(_report, scale, tuple(curves)))
 
 
 def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document:
@@ -123,12 +123,12 @@ def overhead_plan(scale: Scale) -> Plan:
     """Time every decision of short overloaded runs; one seed, as the machine is the noise."""
     timings = []
     for workers, horizon in [
-        *((size, 2048) for size in TICK_SIZES),
+        *((size, 2048) for size in (TICK_SIZES_FULL if scale.full else TICK_SIZES)),
         *((4, horizon) for horizon in HORIZONS if horizon != 2048),
     ]:
         book = RuleBook(replace(period_control(), horizon_iterations=horizon))
         case = Case(
-            load=Load(load=TICK_LOAD, requests=TICK_REQUESTS * workers),
+            load=Load(load=TICK_LOAD, requests=_tick_requests(scale) * workers),
             workers=unit_fleet(workers, BATCH_LIMIT, KV_TOKENS),
             rule=book.forward(),
             probe=Probe.TICKS,
@@ -136,8 +136,12 @@ def overhead_plan(scale: Scale) -> Plan:
         for rule in (book.forward(), book.published(), book.shortest_first()):
             item = line(replace(case, rule=rule), scale.seeds[:1])
             timings.append(Timing(workers, horizon, item))
-    cases = [case for timing in timings for case in timing.item.cases]
-    return Plan(tuple(cases), partial(_overhead_report, scale, tuple(timings)))
+    cases = all_cases([timing.item for timing in timings])
+    return Plan(cases, partial(_overhead_report, scale, tuple(timings)))
+
+
+def _tick_requests(scale: Scale) -> int:
+    return TICK_REQUESTS_FULL if scale.full else TICK_REQUESTS
 
 
 def _overhead_report(scale: Scale, timings: Sequence[Timing], results: Results) -> Document:
@@ -165,7 +169,7 @@ def _overhead_report(scale: Scale, timings: Sequence[Timing], results: Results) 
             "of one run on whatever machine ran it; `bidgate-load bench` measures with more care.",
         ),
         setting={
-            "load": f"{TICK_LOAD:g} of the slots, {TICK_REQUESTS} requests a worker, B = "
+            "load": f"{TICK_LOAD:g} of the slots, {_tick_requests(scale)} requests a worker, B = "
             f"{BATCH_LIMIT}; every tick of the run counts, the idle ones too",
             "published": "refreshes its prices inside the decision, as Algorithm 1 says",
         },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -56,20 +55,18 @@ def figures() -> dict[int, tuple[str, tuple[PaperPanel, ...]]]:
 
 def plan(scale: Scale) -> Plan:
     """Choose the cases of every panel."""
-    requests = scale.fewer
     drawn = {
         figure: tuple(
-            (panel, panel.lines(scale.seeds, requests, bound=scale.full)) for panel in parts
+            (panel, panel.lines(panel.seeds(scale), scale.fewer, bound=scale.full))
+            for panel in parts
         )
         for figure, (_, parts) in figures().items()
     }
     cases = [case for parts in drawn.values() for _, lines in parts for case in all_cases(lines)]
-    return Plan(tuple(cases), partial(_report, scale, requests, drawn))
+    return Plan(tuple(cases), partial(_report, scale, drawn))
 
 
-def _report(
-    scale: Scale, requests: int, drawn: Mapping[int, Sequence[Drawn]], results: Results
-) -> Document:
+def _report(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results) -> Document:
     about = figures()
     claims = [
         panels.figure_claim(figure, about[figure][0], parts, results)
@@ -86,7 +83,7 @@ def _report(
             f"{claim.source} (P/D {ratios[figure]}, {about[figure][0]}): {claim.verdict.value}."
             for figure, claim in zip(drawn, claims, strict=True)
         ),
-        setting=paper_figures.setting(replace(scale, requests=requests), drawn, results)
+        setting=paper_figures.setting(scale, drawn, results)
         | {
             "lengths": "prompt plus answer uniform in 64 to 448 tokens, split 1:4 or 4:1; the "
             "paper gives only the ratio (and calls 1:4 both prefill- and decode-heavy)",

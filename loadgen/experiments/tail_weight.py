@@ -18,6 +18,7 @@ from loadgen.experiments.experiment import (
     Scale,
     TableSpec,
     all_cases,
+    cases_of,
     faults,
     line,
     series,
@@ -53,8 +54,7 @@ def plan(scale: Scale) -> Plan:
             for zeta in zetas
         )
         curves.append(Curve(name, zetas, lines))
-    cases = [item for curve in curves for item in all_cases(curve.lines)]
-    return Plan(tuple(cases), partial(_report, scale, tuple(curves)))
+    return Plan(cases_of(curves), partial(_report, scale, tuple(curves)))
 
 
 def _with_zeta(base: Weights, zeta: float) -> Weights:
@@ -78,7 +78,7 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
         setting={
             "fleet and bounds": "as in real-data",
             "rate": f"λ = {RATE} per period, Poisson, exact prediction",
-            "requests": str(scale.requests),
+            "requests": str(scale.fewer),
             "weights": "(1/135, 1/400, 1/400, 1, 1, ζ2); the paper does not say which it fixed",
         },
         command=scale.command("tail-weight"),

@@ -15,8 +15,9 @@ from loadgen.experiments.experiment import (
     Results,
     Scale,
     TableSpec,
-    all_cases,
+    cases_of,
     faults,
+    front,
     line,
     tabulate,
 )
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 NAME = "tiers"
 BATCH_TIER = "batch"
 MIXES = ((0.52, 0.47), (0.51, 0.78), (0.70, 0.81))
-RESERVES = (0, 4, 8, 16, 32)
+RESERVES, RESERVES_FULL = (0, 8, 32), (0, 4, 8, 16, 32)
 SLOTS_PER_WORKER, WORKERS, KV_TOKENS = 32, 4, 45_000
 VALUE = 4.0
 """An interactive request is worth this many batch ones, where nothing else is said."""
@@ -90,18 +91,19 @@ def plan(scale: Scale) -> Plan:
     book = RuleBook(period_control(max_wait_periods=30_000))
     zero = replace(book.base, prices=replace(book.base.prices, zero=True))
     others = [
-        *book.heuristics()[::2],
+        book.plain(PolicyName.LEAST_OUTSTANDING),
         book.first_come(),
         book.shortest_first(),
-        book.published(),
+        *([book.plain(PolicyName.ROUND_ROBIN), book.published()] if scale.full else []),
         Rule(label=NO_PRICES, control=zero),
     ]
     mixes = []
     for interactive, batch in MIXES:
         case = _case(scale, book, interactive, batch)
+        slots = RESERVES_FULL if scale.full else RESERVES
         families = (
-            [book.reserve(slots) for slots in RESERVES],
-            [book.reserve(slots, PolicyName.CENTRAL_FCFS) for slots in RESERVES],
+            [book.reserve(kept) for kept in slots],
+            [book.reserve(kept, PolicyName.CENTRAL_FCFS) for kept in slots],
         )
         reserves, in_turn = (
             tuple(line(replace(case, rule=rule), scale.seeds) for rule in rules)
@@ -116,8 +118,7 @@ def plan(scale: Scale) -> Plan:
                 tuple(line(replace(case, rule=rule), scale.seeds) for rule in others),
             )
         )
-    cases = [case for mix in mixes for case in all_cases(mix.lines)]
-    return Plan(tuple(cases), partial(_report, scale, tuple(mixes)))
+    return Plan(cases_of(mixes), partial(_report, scale, tuple(mixes)))
 
 
 def _case(scale: Scale, book: RuleBook, interactive: float, batch: float) -> Case:
@@ -191,7 +192,7 @@ def _report(scale: Scale, mixes: Sequence[Mix], results: Results) -> Document:
             ),
         ),
         claims=tuple(claims),
-        faults=faults([case for mix in mixes for case in all_cases(mix.lines)], results),
+        faults=faults(cases_of(mixes), results),
     )
 
 
@@ -263,7 +264,7 @@ def _panel(mix: Mix, results: Results) -> Panel:
         y_label="batch tokens per period",
         log_x=True,
         series=(
-            _point("priority, reserve 0, 4, 8, 16, 32", mix.reserves, results),
+            _point("priority, each reserve", mix.reserves, results),
             _point("the same, in order of arrival", mix.in_turn, results),
             _point(FORWARD, mix.ours, results),
             *(_point(item.label, (item,), results) for item in mix.others),
@@ -272,13 +273,11 @@ def _panel(mix: Mix, results: Results) -> Panel:
 
 
 def _point(label: str, lines: Sequence[Line], results: Results) -> Series:
-    spreads = [item.spread(TOKENS, results, PERIOD_S) for item in lines]
-    return Series(
+    return front(
         label,
-        tuple(item.mean(P99, results) * PER_PERIOD for item in lines),
-        tuple(None if s is None else s.mean for s in spreads),
-        tuple(None if s is None else s.low for s in spreads),
-        tuple(None if s is None else s.high for s in spreads),
+        lines,
+        lambda item: item.mean(P99, results) * PER_PERIOD,
+        lambda item: item.spread(TOKENS, results, PERIOD_S),
     )
 
 

@@ -11,7 +11,6 @@ from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import PERIOD_TABLE
 from loadgen.experiments.document import Chart, Claim, Document, Panel, Series, Verdict
 from loadgen.experiments.experiment import (
-    Curve,
     Experiment,
     Line,
     Plan,
@@ -20,8 +19,8 @@ from loadgen.experiments.experiment import (
     TableSpec,
     all_cases,
     faults,
+    front,
     line,
-    series,
     tabulate,
 )
 from loadgen.experiments.fleets import (
@@ -76,7 +75,7 @@ def base_case(scale: Scale) -> Case:
     """The paper's overloaded rate, exact prediction."""
     book = RuleBook(period_control())
     return Case(
-        load=Load(load=panels.nominal_load(RATE), requests=scale.requests),
+        load=Load(load=panels.nominal_load(RATE), requests=scale.fewer),
         workers=unit_fleet(panels.WORKERS, panels.BATCH_LIMIT, panels.KV_TOKENS),
         rule=book.forward(),
         ttft_bound_s=panels.TTFT_BOUND_PERIODS * PERIOD_S,
@@ -152,7 +151,7 @@ def _report(
         setting={
             "fleet and bounds": "as in real-data",
             "rate": f"λ = {RATE} per period, Poisson, exact prediction",
-            "requests": str(scale.requests),
+            "requests": str(scale.fewer),
             "sweep of weights": "(0, 1, 1, 0, ζ, ζ), ζ in units of the horizon H = 2,048",
         },
         command=scale.command("trade-off"),
@@ -197,14 +196,14 @@ def figure_3_claim(latency: Line, tail: Line, results: Results) -> Claim:
 def _best_point(fronts: Sequence[Front], results: Results) -> str:
     """Name what the age bounds give at the two ends, in one sentence a sweep."""
     told = []
-    for front in fronts:
+    for sweep in fronts:
         ends = [
             f"{item.label.partition(', ')[2]}: mean "
             f"{number(item.mean('ttft_mean_s', results) * PER_PERIOD)}, p99 "
             f"{number(item.mean('ttft_p99_s', results) * PER_PERIOD)}"
-            for item in (front.lines[0], front.lines[-1])
+            for item in (sweep.lines[0], sweep.lines[-1])
         ]
-        told.append(f"{front.label} ({'; '.join(ends)})")
+        told.append(f"{sweep.label} ({'; '.join(ends)})")
     return f"TTFT at the ends of the sweeps: {', '.join(told)}."
 
 
@@ -227,8 +226,12 @@ def _front_chart(points: Sequence[Line], fronts: Sequence[Front], results: Resul
 
 
 def _xy(label: str, lines: Sequence[Line], measure: str, results: Results) -> Series:
-    x = tuple(item.mean(f"{measure}_mean_s", results) * PER_PERIOD for item in lines)
-    return series(Curve(label, x, tuple(lines)), f"{measure}_p99_s", results, PER_PERIOD)
+    return front(
+        label,
+        lines,
+        lambda item: item.mean(f"{measure}_mean_s", results) * PER_PERIOD,
+        lambda item: item.spread(f"{measure}_p99_s", results, PER_PERIOD),
+    )
 
 
 EXPERIMENT = Experiment(

@@ -9,7 +9,7 @@ from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import KV_UTILISATION, PERIOD_TABLE, UTILISATION
 from loadgen.experiments.comparisons import Comparison, compare_rules, ratio_chart
 from loadgen.experiments.document import Claim, Document, Verdict
-from loadgen.experiments.experiment import Experiment, Line, Plan, Results, Scale, all_cases, faults
+from loadgen.experiments.experiment import Experiment, Line, Plan, Results, Scale, cases_of, faults
 from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
 from loadgen.experiments.judge import number
 from loadgen.experiments.loads import Load
@@ -53,12 +53,10 @@ def plan(scale: Scale) -> Plan:
         )
         for title, kv_tokens, load in settings
     )
-    cases = [case for item in comparisons for case in all_cases(item.lines)]
-    return Plan(tuple(cases), partial(_report, scale, comparisons))
+    return Plan(cases_of(comparisons), partial(_report, scale, comparisons))
 
 
 def _report(scale: Scale, comparisons: Sequence[Comparison], results: Results) -> Document:
-    cases = [case for item in comparisons for case in all_cases(item.lines)]
     return Document(
         name=NAME,
         title="The yardsticks: two loads, every baseline, the hindsight bound",
@@ -83,7 +81,7 @@ def _report(scale: Scale, comparisons: Sequence[Comparison], results: Results) -
         ),
         charts=(ratio_chart(NAME, "Every policy over round robin", comparisons, results),),
         claims=tuple(ablation_claim(item, results) for item in comparisons),
-        faults=faults(cases, results),
+        faults=faults(cases_of(comparisons), results),
     )
 
 
