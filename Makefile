@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-from-lock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm test-vllm-pair bench-vllm soak fuzz lint check bench experiments reference lock clean
+.PHONY: help setup demo test test-vllm bench-vllm soak fuzz lint check bench experiments reference lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,7 @@ test: setup ## the test suite
 
 # Or, on workers that run already: make test-vllm BIDGATE_VLLM_URLS="http://a:8000 http://b:8000"
 test-vllm: setup ## the tests against real vLLM on the CPU (installs it: 2.5 GB, 4 GiB of memory)
-	@[ -n "$$BIDGATE_VLLM_URLS" ] || { scripts/vllm-env "$(PYTHON)" && $(BIN)/python -m tests.vllm.workers --check; }
+	@[ -n "$$BIDGATE_VLLM_URLS" ] || { scripts/vllm-env "$(PYTHON)" && scripts/nixl-env && $(BIN)/python -m tests.vllm.workers --check; }
 	@$(BIN)/pytest -m vllm tests/vllm
 
 soak: setup ## chaos: workers that fail in every way, clients that leave; fails if anything is lost (SECONDS=120 SEED=0)
@@ -33,10 +33,6 @@ soak: setup ## chaos: workers that fail in every way, clients that leave; fails 
 
 fuzz: setup ## fuzz both sockets, bodies, headers and metrics pages; prints what was seen (EXAMPLES=2000)
 	@FUZZ_EXAMPLES=$(or $(EXAMPLES),2000) $(BIN)/pytest --timeout 3600 tests/fuzz
-
-test-vllm-pair: setup ## a real prefill and a real decode worker (adds the NIXL connector to what test-vllm installs)
-	@scripts/vllm-env "$(PYTHON)" && scripts/nixl-env && $(BIN)/python -m tests.vllm.workers --check
-	@BIDGATE_VLLM_PAIR=1 $(BIN)/pytest -m vllm tests/vllm/test_a_pair_says_what_one_worker_says.py
 
 lint: setup ## format, lint, types, layers
 	@scripts/lint

@@ -75,6 +75,13 @@ class EngineWatch:
         ]
         return sum(seen) / len(seen) if seen else 0.0
 
+    def rate_per_s(self, series: str, until_s: float) -> float | None:
+        """How fast a counter grew, all engines together, from the first look up to a time."""
+        seen = [look for look in self.looks if look.at_s <= until_s]
+        if len(seen) < 2:
+            return None
+        return (seen[-1].sum(series) - seen[0].sum(series)) / (seen[-1].at_s - seen[0].at_s)
+
     def most(self, series: str) -> float:
         """Largest value of a gauge on any one engine."""
         return max(values.get(series, 0.0) for look in self.looks for values in look.engines)

@@ -85,7 +85,9 @@ def start(name: str, command: Sequence[str], log: Path) -> Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                # Not a session of its own: Linux may share the CPU by session (autogroup),
+                # and two engines in theirs then starve everything else for seconds.
+                process_group=0,
                 preexec_fn=functools.partial(_die_with_parent, _libc(), os.getpid()),
             )
         except OSError as error:

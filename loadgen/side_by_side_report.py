@@ -12,6 +12,7 @@ from loadgen.engine_watch import (
     QUEUE_COUNT,
     QUEUE_SUM,
     RUNNING,
+    TOKENS,
     WAITING,
 )
 from loadgen.outcomes import End
@@ -35,7 +36,8 @@ COLUMNS = (
     ("TTFT p99", ("ttft_s", "p99"), "s"),
     ("end-to-end mean", ("e2e_s", "mean"), "s"),
     ("end-to-end p99", ("e2e_s", "p99"), "s"),
-    ("output tokens/s", ("output_tokens_per_s",), "n"),
+    ("output tokens/s, to the last answer", ("output_tokens_per_s",), "n"),
+    ("output tokens/s, while requests arrive", ("engines", "arriving_tokens_per_s"), "n"),
     ("completed of sent", (), "ends"),
     ("engine queue, mean wait", ("engines", "queue_s_mean"), "s"),
     ("engine queue, mean length", ("engines", "waiting_mean"), "1"),
@@ -86,11 +88,15 @@ def verdict(contenders: dict[str, JsonValue]) -> JsonValue:
         "ttft_mean": _over(ours, others, ("ttft_s", "mean"), smallest=True),
         "ttft_p99": _over(ours, others, ("ttft_s", "p99"), smallest=True),
         "output_tokens_per_s": _over(ours, others, ("output_tokens_per_s",), smallest=False),
+        "arriving_tokens_per_s": _over(
+            ours, others, ("engines", "arriving_tokens_per_s"), smallest=False
+        ),
     }
     met = {
         "ttft_mean": _at_most(ratios["ttft_mean"], AIM_TTFT),
         "ttft_p99": _at_most(ratios["ttft_p99"], AIM_P99),
         "output_tokens_per_s": (ratios["output_tokens_per_s"] or 0.0) >= AIM_THROUGHPUT,
+        "arriving_tokens_per_s": (ratios["arriving_tokens_per_s"] or 0.0) >= AIM_THROUGHPUT,
     }
     return {"ratio_to_best_of_others": {**ratios}, "aim_met": {**met}}
 
@@ -164,7 +170,10 @@ def _engines(runs: Sequence[Run]) -> JsonValue:
     gaps_s = sum(run.engines.grown(GAP_SUM) for run in runs)
     waiting = [run.engines.mean(WAITING, run.arrivals_end_s) for run in runs]
     running = [run.engines.mean(RUNNING, run.arrivals_end_s) for run in runs]
+    rates = [run.engines.rate_per_s(TOKENS, run.arrivals_end_s) for run in runs]
+    known = [rate for rate in rates if rate is not None]
     return {
+        "arriving_tokens_per_s": sum(known) / len(known) if known else None,
         "queue_s_mean": waited_s / queued if queued else None,
         "iteration_s_mean": gaps_s / gaps if gaps else None,
         "waiting_mean": sum(waiting) / len(waiting),
@@ -205,7 +214,16 @@ def _verdict_lines(found: JsonValue) -> list[str]:
     for key, title, aim in (
         ("ttft_mean", "mean TTFT", f"at most {AIM_TTFT}"),
         ("ttft_p99", "p99 of TTFT", f"at most {AIM_P99:g}"),
-        ("output_tokens_per_s", "output tokens/s", f"at least {AIM_THROUGHPUT}"),
+        (
+            "output_tokens_per_s",
+            "output tokens/s, to the last answer",
+            f"at least {AIM_THROUGHPUT}",
+        ),
+        (
+            "arriving_tokens_per_s",
+            "output tokens/s, while requests arrive",
+            f"at least {AIM_THROUGHPUT}",
+        ),
     ):
         ratio = value_at(found, ("ratio_to_best_of_others", key))
         met = value_at(found, ("aim_met", key))

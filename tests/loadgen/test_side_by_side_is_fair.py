@@ -157,8 +157,19 @@ def test_capacity_is_read_only_while_every_engine_has_requests_waiting() -> None
     assert EngineWatch(looks[:2]).saturated_tokens_per_s() is None
 
 
+def test_the_pace_while_requests_arrive_leaves_the_last_answers_out() -> None:
+    halves = [(0.0, 0.0), (1.0, 100.0), (2.0, 300.0), (9.0, 310.0)]
+    watch = EngineWatch([Look(at_s, ({TOKENS: n}, {TOKENS: n})) for at_s, n in halves])
+    assert watch.rate_per_s(TOKENS, 2.5) == 300.0
+    assert watch.rate_per_s(TOKENS, 0.5) is None
+
+
 def contender(ttft_s: float, p99_s: float, tokens_per_s: float) -> dict[str, Any]:
-    return {"ttft_s": {"mean": ttft_s, "p99": p99_s}, "output_tokens_per_s": tokens_per_s}
+    return {
+        "ttft_s": {"mean": ttft_s, "p99": p99_s},
+        "output_tokens_per_s": tokens_per_s,
+        "engines": {"arriving_tokens_per_s": 2 * tokens_per_s + 10},
+    }
 
 
 def test_ours_is_held_against_the_best_of_the_others_in_each_measure() -> None:
@@ -171,12 +182,18 @@ def test_ours_is_held_against_the_best_of_the_others_in_each_measure() -> None:
         }
     )
     assert found["ratio_to_best_of_others"] == pytest.approx(
-        {"ttft_mean": 0.45, "ttft_p99": 1.05, "output_tokens_per_s": 0.97}
+        {
+            "ttft_mean": 0.45,
+            "ttft_p99": 1.05,
+            "output_tokens_per_s": 0.97,
+            "arriving_tokens_per_s": 204 / 210,
+        }
     )
     assert found["aim_met"] == {
         "ttft_mean": True,
         "ttft_p99": False,
         "output_tokens_per_s": False,
+        "arriving_tokens_per_s": False,
     }
     assert verdict({OURS: contender(1.0, 1.0, 1.0)}) is None
 

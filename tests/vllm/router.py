@@ -111,7 +111,7 @@ def running_router(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,
+            process_group=0,
         )
     try:
         router = Router(f"http://127.0.0.1:{port}", log, process, tuple(flags))

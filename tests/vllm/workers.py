@@ -218,7 +218,9 @@ class Worker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=engine_environment(self.options),
-                start_new_session=True,
+                # Not a session of its own: Linux may share the CPU by session (autogroup),
+                # and two engines in theirs then starve everything else for seconds.
+                process_group=0,
             )
 
     def wait_healthy(self, within_s: float = START_MAX_S) -> None:
