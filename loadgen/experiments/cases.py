@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from loadgen import simulator
-from loadgen.experiments.hindsight_lp import hindsight_bounds
+from loadgen.experiments.hindsight_lp import hindsight_bounds, relax
 from loadgen.experiments.loads import (
     Load,
     build_requests,
@@ -20,6 +20,8 @@ from loadgen.experiments.loads import (
     offered_load,
 )
 from loadgen.experiments.measures import Measured, measure
+from loadgen.experiments.offline import best_schedule
+from loadgen.experiments.predictors import make_predictor
 from loadgen.experiments.reserve import PriorityReserve
 from loadgen.experiments.rules import Kind, Rule
 from loadgen.experiments.watchers import PriceWatcher, TickTimer
@@ -84,9 +86,9 @@ def run_case(case: Case) -> Measured:
         "mean_decode_tokens": sum(r.decode_tokens for r in requests) / len(requests),
         "mean_kv_iterations": sum(kv_iterations(r) for r in requests) / len(requests),
     }
-    if case.rule.kind is Kind.HINDSIGHT:
-        bounds = hindsight_bounds(requests, case.workers, case.ttft_bound_s)
-        return Measured(values=bounds | offered)
+    solved = _solved(case, requests)
+    if solved is not None:
+        return Measured(values=solved | offered)
     config = SimulationConfig(
         workers=case.workers,
         control=replace(case.rule.control, seed=case.load.seed),
@@ -104,6 +106,20 @@ def run_case(case: Case) -> Measured:
     return Measured(values=measured.values | offered, series=series)
 
 
+def _solved(case: Case, requests: Sequence[TraceRequest]) -> dict[str, float] | None:
+    """What a rule that is no policy works out; None for a policy."""
+    match case.rule.kind:
+        case Kind.HINDSIGHT:
+            return hindsight_bounds(requests, case.workers, case.ttft_bound_s)
+        case Kind.REWARD_BOUND:
+            program = relax(requests, case.workers, case.ttft_bound_s, case.rule.bucket_iterations)
+            return {"ttft_mean_s": program.ttft_mean_s(), "reward_s": program.reward_s()}
+        case Kind.OFFLINE:
+            return best_schedule(requests, case.workers)
+        case _:
+            return None
+
+
 def make_controller(
     rule: Rule, config: SimulationConfig, requests: Sequence[TraceRequest]
 ) -> Controller:
@@ -114,7 +130,7 @@ def make_controller(
         case Kind.RESERVE:
             return PriorityReserve(Router(config.control), rule.reserve_slots)
         case _:
-            return Router(config.control)
+            return Router(config.control, make_predictor(rule.lengths, config.control))
 
 
 def _watcher(case: Case, controller: Controller) -> PriceWatcher | TickTimer | None:

@@ -55,6 +55,64 @@ class Starts:
     delay: FloatArray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Relaxation:
+    """The linear program without its objective; times in iterations.
+
+    Attributes:
+        starts: its variables.
+        arrival, decode, ttft_bound: (n,) of every request.
+        matrix, limits: use of slots and KV memory.
+        once: (n, variables) every request starts once.
+        iteration_s: what turns iterations into seconds.
+    """
+
+    starts: Starts
+    arrival: FloatArray
+    decode: FloatArray
+    ttft_bound: FloatArray
+    matrix: sparse.csr_array
+    limits: FloatArray
+    once: sparse.csr_array
+    iteration_s: float
+
+    def ttft_mean_s(self) -> float:
+        """Least mean time to first token."""
+        return self._optimum(self.starts.delay) / self.arrival.size * self.iteration_s
+
+    def share_within(self) -> float:
+        """Largest share of requests within their bounds on time to first token."""
+        in_time = self.starts.delay <= self.ttft_bound[self.starts.request] + 1e-9
+        return -self._optimum(-in_time.astype(float)) / self.arrival.size
+
+    def reward_s(self) -> float:
+        """Largest mean reward of [OLP] 3.1 for weights (0, 1, 1, 0, 0, 0), in seconds.
+
+        A request earns the time from its first token to T and that from its end to T, neither
+        below zero; T is the last arrival.
+        """
+        last = float(self.arrival.max())
+        first_token = self.arrival[self.starts.request] + self.starts.delay
+        end = first_token + self.decode[self.starts.request] - 1.0
+        earned = np.maximum(last - first_token, 0.0) + np.maximum(last - end, 0.0)
+        return -self._optimum(-earned) / self.arrival.size * self.iteration_s
+
+    def _optimum(self, cost: FloatArray) -> float:
+        # The stubs know dense matrices alone; scipy takes sparse ones.
+        found = linprog(  # type: ignore[call-overload]
+            cost,
+            A_ub=self.matrix,
+            b_ub=self.limits,
+            A_eq=self.once,
+            b_eq=np.ones(self.once.shape[0]),
+            bounds=(0.0, None),
+            method="highs-ds",
+        )
+        if not found.success:
+            raise RuntimeError(f"the hindsight bound was not found: {found.message}")
+        return float(found.fun)
+
+
 def hindsight_bounds(
     requests: Sequence[TraceRequest], workers: Sequence[SimulatedWorker], bound_s: float
 ) -> dict[str, float]:
@@ -69,33 +127,47 @@ def hindsight_bounds(
         ValueError: for workers to which the relaxation does not apply.
         RuntimeError: when the solver gives up.
     """
-    iteration_s = _iteration_s(workers)
+    program = relax(requests, workers, bound_s)
+    delay_s = program.ttft_mean_s()
+    return {
+        "ttft_mean_s": delay_s,
+        "e2e_mean_s": delay_s + float((program.decode - 1).mean()) * program.iteration_s,
+        "share_within": program.share_within(),
+    }
+
+
+def relax(
+    requests: Sequence[TraceRequest],
+    workers: Sequence[SimulatedWorker],
+    bound_s: float,
+    bucket_iterations: int = BUCKET_ITERATIONS,
+) -> Relaxation:
+    """Set the linear program up.
+
+    Raises:
+        ValueError: for workers to which the relaxation does not apply.
+    """
+    iteration_s = constant_iteration_s(workers)
     arrival = np.array([request.arrival_s for request in requests]) / iteration_s
     decode = np.array([request.decode_tokens for request in requests], dtype=float)
     prompt = np.array([request.prompt_tokens for request in requests], dtype=float)
     bounds = np.array([request.ttft_bound_s or bound_s for request in requests]) / iteration_s
-    starts = possible_starts(arrival)
+    starts = possible_starts(arrival, bucket_iterations)
     capacity = (
         float(sum(worker.batch_limit for worker in workers)),
         float(sum(worker.machine().kv_capacity_tokens for worker in workers)),
     )
-    matrix, limits = constraints(starts, prompt, decode, capacity)
+    matrix, limits = constraints(starts, prompt, decode, capacity, bucket_iterations)
     once = sparse.csr_array(
         (np.ones(starts.request.size), (starts.request, np.arange(starts.request.size))),
         shape=(len(requests), starts.request.size),
     )
-    in_time = (starts.delay <= bounds[starts.request] + 1e-9).astype(float)
-    delay = _optimum(starts.delay, matrix, limits, once) / len(requests) * iteration_s
-    return {
-        "ttft_mean_s": delay,
-        "e2e_mean_s": delay + float((decode - 1).mean()) * iteration_s,
-        "share_within": -_optimum(-in_time, matrix, limits, once) / len(requests),
-    }
+    return Relaxation(starts, arrival, decode, bounds, matrix, limits, once, iteration_s)
 
 
-def possible_starts(arrival: FloatArray) -> Starts:
+def possible_starts(arrival: FloatArray, bucket_iterations: int = BUCKET_ITERATIONS) -> Starts:
     """List the start buckets of every request, its arrival's bucket first, "later" last."""
-    n, q = arrival.size, BUCKET_ITERATIONS
+    n, q = arrival.size, bucket_iterations
     bucket = np.floor(arrival / q)[:, None] + np.arange(START_BUCKETS + 1)
     low = np.maximum(bucket * q, arrival[:, None])
     delay = low - arrival[:, None] + 1.0
@@ -109,7 +181,11 @@ def possible_starts(arrival: FloatArray) -> Starts:
 
 
 def constraints(
-    starts: Starts, prompt: FloatArray, decode: FloatArray, capacity: tuple[float, float]
+    starts: Starts,
+    prompt: FloatArray,
+    decode: FloatArray,
+    capacity: tuple[float, float],
+    bucket_iterations: int = BUCKET_ITERATIONS,
 ) -> tuple[sparse.csr_array, FloatArray]:
     """Rows "least use of slots (of KV) in a span <= what the pooled fleet has there"."""
     slots, kv_tokens = capacity
@@ -119,7 +195,7 @@ def constraints(
     steps, footprint = decode[request], prompt[request]
     blocks, limits = [], []
     for group in GROUPS:
-        width = group * BUCKET_ITERATIONS
+        width = group * bucket_iterations
         spans = int((high + steps).max() // width) + 1
         parts = _span_uses(low, high, steps, footprint, width)
         for values, size in zip(parts[2:], (slots, kv_tokens), strict=True):
@@ -161,8 +237,12 @@ def _use(
     return batch, batch * (footprint + (begin + end) / 2.0 - start)
 
 
-def _iteration_s(workers: Sequence[SimulatedWorker]) -> float:
-    """The one iteration time of all workers."""
+def constant_iteration_s(workers: Sequence[SimulatedWorker]) -> float:
+    """The one iteration time of all workers.
+
+    Raises:
+        ValueError: when they have none.
+    """
     times = set()
     for worker in workers:
         profile = worker.profile
@@ -172,21 +252,3 @@ def _iteration_s(workers: Sequence[SimulatedWorker]) -> float:
     if len(times) != 1:
         raise ValueError("the hindsight bound needs workers of one pace")
     return times.pop()
-
-
-def _optimum(
-    cost: FloatArray, matrix: sparse.csr_array, limits: FloatArray, once: sparse.csr_array
-) -> float:
-    # The stubs know dense matrices alone; scipy takes sparse ones.
-    found = linprog(  # type: ignore[call-overload]
-        cost,
-        A_ub=matrix,
-        b_ub=limits,
-        A_eq=once,
-        b_eq=np.ones(once.shape[0]),
-        bounds=(0.0, None),
-        method="highs-ds",
-    )
-    if not found.success:
-        raise RuntimeError(f"the hindsight bound was not found: {found.message}")
-    return float(found.fun)

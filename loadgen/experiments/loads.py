@@ -6,6 +6,7 @@ a load is asked, arrival times are stretched until this very sample offers it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from loadgen.arrivals import RECORDED, parse_arrivals
+from loadgen.lmsys_like import lengths_stream
 from loadgen.simulation_config import full_batch_iteration_s
 from loadgen.trace_errors import TraceError
 from loadgen.trace_record import TraceRequest
@@ -31,6 +33,9 @@ LONG_ANSWERS = "long-answers"
 LONG_TOKENS = (200, 1000)
 """Answer of a request of the batch tier: uniform between these."""
 LONG_PROMPT_TOKENS = 256
+SHORT_ANSWERS = "short-answers"
+SHORTENED = 10
+"""Answers of this trace are LMSYS-like ones over this: instances small enough to be solved."""
 SLICES = 8
 """Parts of a recorded trace that seeds may see; seed 9 sees the part of seed 1 again."""
 SAMPLE_REQUESTS = 2000
@@ -63,7 +68,8 @@ class Load:
     """What is sent.
 
     Attributes:
-        trace: of loadgen.traces, "ratio:P:D" (synthetic prompt to answer ratio), or "long-answers".
+        trace: of loadgen.traces, "ratio:P:D" (synthetic prompt to answer ratio), "long-answers" or
+            "short-answers".
         arrivals: of loadgen.arrivals.
         rate_per_s: mean arrival rate; or
         load: offered decode work over batch capacity, met exactly by stretching time.
@@ -71,6 +77,7 @@ class Load:
         requests: how many.
         prediction: how well lengths are known. noise_width: w of a noisy forecast.
         tiers: classes of traffic instead of one trace; then duration_s says how long.
+        grid_s: arrival times are rounded up to multiples of this; 0 leaves them.
         seed: of lengths, arrivals and noise.
     """
 
@@ -84,6 +91,7 @@ class Load:
     noise_width: float = 0.2
     tiers: tuple[Tier, ...] = ()
     duration_s: float = 30.0
+    grid_s: float = 0.0
     seed: int = 0
 
 
@@ -93,6 +101,16 @@ def build_requests(load: Load, workers: Sequence[SimulatedWorker]) -> list[Trace
     Raises:
         TraceError: for a trace that is not there or malformed.
     """
+    requests = _built(load, workers)
+    if not load.grid_s:
+        return requests
+    return [
+        replace(request, arrival_s=math.ceil(request.arrival_s / load.grid_s) * load.grid_s)
+        for request in requests
+    ]
+
+
+def _built(load: Load, workers: Sequence[SimulatedWorker]) -> list[TraceRequest]:
     if load.tiers:
         return _merged(load, workers)
     requests = _drawn(load, load.rate_per_s if load.load is load.kv_load is None else 1.0)
@@ -132,6 +150,8 @@ def open_load_trace(name: str) -> Trace:
         return Trace(name, False, True, lambda seed: _ratio_lengths(prompt, decode, seed))
     if name == LONG_ANSWERS:
         return Trace(name, False, True, _long_answers)
+    if name == SHORT_ANSWERS:
+        return Trace(name, False, True, _short_answers)
     return open_trace(name)
 
 
@@ -148,6 +168,11 @@ def _long_answers(seed: int) -> Iterator[TraceRequest]:
     while True:
         answer = int(rng.integers(*LONG_TOKENS, endpoint=True))
         yield TraceRequest(0.0, LONG_PROMPT_TOKENS, answer)
+
+
+def _short_answers(seed: int) -> Iterator[TraceRequest]:
+    for prompt, answer in lengths_stream(seed):
+        yield TraceRequest(0.0, prompt, max(1, round(answer / SHORTENED)))
 
 
 def _drawn(load: Load, rate_per_s: float | None) -> list[TraceRequest]:

@@ -78,6 +78,19 @@ def tokens_until(requests: Sequence[SimulatedRequest], until_s: float) -> float:
     return total
 
 
+def reward_until(requests: Sequence[SimulatedRequest], until_s: float) -> float:
+    """Mean reward of [OLP] 3.1 with weights (0, 1, 1, 0, 0, 0) and T the given time, seconds.
+
+    A request earns the time from its first token to T and that from its end to T, neither below 0.
+    """
+    earned = 0.0
+    for request in requests:
+        if request.outcome is End.COMPLETED and request.first_token_s is not None:
+            ends_s = (request.first_token_s, request.end_s or until_s)
+            earned += sum(max(until_s - end_s, 0.0) for end_s in ends_s)
+    return earned / len(requests)
+
+
 def _of_requests(
     requests: Sequence[SimulatedRequest], until_s: float, bound_s: float
 ) -> dict[str, float]:
@@ -99,6 +112,7 @@ def _of_requests(
         "share_within": within / entered,
         "share_refused": sum(r.outcome is End.REFUSED for r in requests) / entered,
         "share_failed": sum(r.outcome is End.FAILED for r in requests) / entered,
+        "reward_s": reward_until(requests, until_s),
         "tokens_per_s": tokens_until(requests, until_s) / until_s,
         "requests_per_s": in_time / until_s,
         "arrivals_per_s": entered / until_s,

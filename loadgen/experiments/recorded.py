@@ -1,4 +1,4 @@
-"""Recorded arrivals with their own burstiness: Azure 2023 (conversation, code) and Mooncake."""
+"""Recorded arrivals with their own burstiness: Azure 2023, Mooncake and BurstGPT."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ RECORDINGS = (
     Recording(
         "Mooncake, conversation", ("mooncake_conversation.csv.gz", "conversation_trace.jsonl")
     ),
+    Recording("BurstGPT", ("BurstGPT_1.csv", "BurstGPT_without_fails_1.csv")),
 )
 
 

@@ -6,9 +6,13 @@ import difflib
 from typing import TYPE_CHECKING
 
 from loadgen.experiments import (
+    ablation,
+    decode_columns,
     fleet_changes,
+    forecasts,
     frontier,
     harm,
+    hindsight,
     knowledge,
     live_twin,
     paper_figures,
@@ -34,6 +38,8 @@ def all_experiments() -> dict[str, Experiment]:
     """Name to experiment."""
     found = (
         yardsticks.EXPERIMENT,
+        ablation.EXPERIMENT,
+        hindsight.EXPERIMENT,
         paper_figures.EXPERIMENT,
         tradeoff.EXPERIMENT,
         tail_weight.EXPERIMENT,
@@ -50,6 +56,8 @@ def all_experiments() -> dict[str, Experiment]:
         fleet_changes.FAILURE,
         knowledge.STALENESS,
         knowledge.PREDICTION,
+        forecasts.EXPERIMENT,
+        decode_columns.EXPERIMENT,
         scaling.SCALING,
         scaling.OVERHEAD,
         live_twin.EXPERIMENT,

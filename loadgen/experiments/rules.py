@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from loadgen.experiments.hindsight_lp import BUCKET_ITERATIONS
 from service.control.config import ControlConfig, PolicyName, PriceConfig, Variant, Weights
 
 ROUND_ROBIN = "round_robin"
@@ -18,6 +19,7 @@ FORWARD = "online_lp forward (shipped)"
 SHORTEST_FIRST = "central_shortest_first"
 FIRST_COME = "central_fcfs"
 HINDSIGHT = "hindsight bound (LP)"
+OFFLINE = "best offline schedule"
 
 PUBLISHED_STEPS, PUBLISHED_STEP = 1, 0.0025
 """K and eta of the paper's policy, which the paper does not give: the best in price_step.py."""
@@ -41,6 +43,16 @@ class Kind(StrEnum):
     TRUE_JSQ = "true_jsq"
     RESERVE = "reserve"
     HINDSIGHT = "hindsight"
+    REWARD_BOUND = "reward_bound"
+    OFFLINE = "offline"
+
+
+class Lengths(StrEnum):
+    """How much the router learns of the lengths of requests without a hint."""
+
+    SHIPPED = "shipped"
+    POOLED = "pooled"
+    UNLEARNT = "unlearnt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +64,23 @@ class Rule:
         control: the router's settings; the seed of the case replaces its seed.
         kind: the router itself or a yardstick.
         reserve_slots: batch slots of the fleet kept free for the first tier, for RESERVE.
+        lengths: which predictor the router has.
+        bucket_iterations: coarseness of REWARD_BOUND.
     """
 
     label: str
     control: ControlConfig
     kind: Kind = Kind.ROUTER
     reserve_slots: int = 0
+    lengths: Lengths = Lengths.SHIPPED
+    bucket_iterations: int = BUCKET_ITERATIONS
 
     @property
     def blind(self) -> bool:
         """Whether predicted lengths make no difference to it."""
-        if self.kind in (Kind.TRUE_JSQ, Kind.HINDSIGHT):
-            return True
-        return self.kind is Kind.ROUTER and self.control.policy in BLIND
+        if self.kind in (Kind.ROUTER, Kind.RESERVE):
+            return self.kind is Kind.ROUTER and self.control.policy in BLIND
+        return True
 
 
 def published_step(weights: Weights) -> float:
@@ -134,6 +150,19 @@ class RuleBook:
     def hindsight(self) -> Rule:
         """What no policy can beat: all arrivals known beforehand."""
         return Rule(label=HINDSIGHT, control=self.base, kind=Kind.HINDSIGHT)
+
+    def reward_bound(self, bucket_iterations: int = BUCKET_ITERATIONS) -> Rule:
+        """What no policy can beat, in reward and in mean TTFT."""
+        return Rule(
+            label=HINDSIGHT,
+            control=self.base,
+            kind=Kind.REWARD_BOUND,
+            bucket_iterations=bucket_iterations,
+        )
+
+    def offline(self) -> Rule:
+        """The best schedule that there is, of a small instance."""
+        return Rule(label=OFFLINE, control=self.base, kind=Kind.OFFLINE)
 
     def reserve(self, slots: int, order: PolicyName = PolicyName.CENTRAL_SHORTEST_FIRST) -> Rule:
         """Strict priority of the first tier, and this many slots kept free for it."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from loadgen.experiments.cases import Case, run_case
@@ -54,26 +54,54 @@ def run_cases(
 ) -> Outcome:
     """Simulate every distinct case once, those that the store knows excepted.
 
+    Cases that differ in their rule's label alone are one simulation.
+
     Args:
         cases: repetitions allowed.
         jobs: processes; with 1 this process does everything itself.
         ended: called after each, failed ones too.
         store: where results are kept; None for nowhere.
     """
+    alike: dict[Case, list[Case]] = {}
+    for case in dict.fromkeys(cases):
+        alike.setdefault(nameless(case), []).append(case)
     outcome = Outcome()
-    distinct = list(dict.fromkeys(cases))
-    for case in distinct:
+    for case in alike:
         known = None if store is None else store.load(case)
         if known is not None:
             outcome.results[case] = known
             outcome.reused += 1
-            ended(case)
-    todo = sorted((c for c in distinct if c not in outcome.results), key=_cost, reverse=True)
+            _end(alike[case], ended)
+    todo = sorted((c for c in alike if c not in outcome.results), key=_cost, reverse=True)
     run = _run_here if jobs <= 1 or len(todo) <= 1 else _run_in_processes
     for case, result in run(todo, jobs):
         _take(outcome, case, result, store)
+        _end(alike[case], ended)
+    return _named(outcome, alike)
+
+
+def nameless(case: Case) -> Case:
+    """The case without its rule's label, which makes no difference to what happens."""
+    return replace(case, rule=replace(case.rule, label=""))
+
+
+def _end(cases: Sequence[Case], ended: Callable[[Case], None]) -> None:
+    for case in cases:
         ended(case)
-    return outcome
+
+
+def _named(outcome: Outcome, alike: Mapping[Case, Sequence[Case]]) -> Outcome:
+    """Give every case what its simulation gave; the first of those alike bears the cost."""
+    found = Outcome(reused=outcome.reused)
+    for case, named in alike.items():
+        for one in named:
+            if case in outcome.results:
+                found.results[one] = outcome.results[case]
+            if case in outcome.failures:
+                found.failures[one] = outcome.failures[case]
+        if case in outcome.cpu_s:
+            found.cpu_s[named[0]] = outcome.cpu_s[case]
+    return found
 
 
 def timed_case(case: Case) -> tuple[Measured, float]:
@@ -131,7 +159,9 @@ def _run_in_processes(
 
 def _cost(case: Case) -> float:
     """What to begin with: a long case begun last would keep one process busy alone."""
-    kind = {Kind.HINDSIGHT: 20.0, Kind.TRUE_JSQ: 1.0}.get(case.rule.kind, 3.0)
+    kind = {Kind.HINDSIGHT: 20.0, Kind.REWARD_BOUND: 20.0, Kind.TRUE_JSQ: 1.0}.get(
+        case.rule.kind, 3.0
+    )
     return kind * case.load.requests * (1.0 if case.rule.blind else 3.0)
 
 

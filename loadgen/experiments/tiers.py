@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from loadgen.experiments.document import Table
+    from service.control.config import ControlConfig
 
 NAME = "tiers"
 BATCH_TIER = "batch"
@@ -119,6 +120,12 @@ def plan(scale: Scale) -> Plan:
             )
         )
     return Plan(cases_of(mixes), partial(_report, scale, tuple(mixes)))
+
+
+def plain_cases(scale: Scale) -> list[tuple[Case, ControlConfig]]:
+    """Every mix with values as they stand, and the router's settings under it."""
+    book = RuleBook(period_control(max_wait_periods=30_000))
+    return [(_case(scale, book, *mix), book.base) for mix in MIXES]
 
 
 def _case(scale: Scale, book: RuleBook, interactive: float, batch: float) -> Case:

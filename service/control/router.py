@@ -59,11 +59,13 @@ RETURNS_MAX = 8
 class Router:
     """Holds every waiting and started request; decides which waiting request starts where."""
 
-    def __init__(self, config: ControlConfig) -> None:
+    def __init__(self, config: ControlConfig, predictor: LengthPredictor | None = None) -> None:
         self._config = config
         self._policy = make_policy(config)
         self._fallback = CentralFcfs()
-        self._predictor = LengthPredictor(config.decode_tokens_default, config.decode_quantile)
+        self._predictor = predictor or LengthPredictor(
+            config.decode_tokens_default, config.decode_quantile
+        )
         self._fleet = FleetState(config.handoff, config.slow_start_s)
         self._waiting = WaitingRoom()
         self._handoff = Handoff(config.handoff, self._fleet, self._waiting)

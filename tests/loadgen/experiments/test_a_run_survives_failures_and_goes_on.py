@@ -19,7 +19,7 @@ from loadgen.experiments.fleets import a100_fleet, period_control, unit_fleet
 from loadgen.experiments.loads import Load
 from loadgen.experiments.registry import choose
 from loadgen.experiments.rules import RuleBook
-from loadgen.experiments.runner import run_cases
+from loadgen.experiments.runner import nameless, run_cases
 from loadgen.experiments.store import ResultStore, case_key, code_fingerprint
 
 if TYPE_CHECKING:
@@ -77,6 +77,13 @@ def test_a_case_that_fails_is_named_and_the_others_have_their_results(jobs: int)
     assert list(outcome.failures) == [BAD]
     assert "constant pace" in outcome.failures[BAD]
     assert set(ended) == {GOOD, BAD}
+
+
+def test_rules_that_differ_in_their_name_alone_are_simulated_once() -> None:
+    other = replace(GOOD, rule=replace(GOOD.rule, label="another name"))
+    outcome = run_cases([GOOD, other], 1)
+    assert outcome.results == {GOOD: run_case(GOOD), other: run_case(GOOD)}
+    assert list(outcome.cpu_s) == [GOOD]
 
 
 def die() -> None:
@@ -157,7 +164,7 @@ def test_a_second_run_uses_finished_simulations_and_gives_the_same_bytes(
     assert "1 simulations of an earlier run used again" in capsys.readouterr().err
     assert (tmp_path / "good.json").read_bytes() == first
     execute(("good",), tmp_path, ExperimentOptions(jobs=1, recompute=True))
-    assert simulated == [GOOD]
+    assert simulated == [nameless(GOOD)]
     assert (tmp_path / "good.json").read_bytes() == first
 
 

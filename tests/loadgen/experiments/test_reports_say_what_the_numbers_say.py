@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from loadgen.experiments import panels, paper_figures, synthetic, tail_weight, tiers
+from loadgen.experiments import (
+    forecasts,
+    hindsight,
+    panels,
+    paper_figures,
+    synthetic,
+    tail_weight,
+    tiers,
+)
 from loadgen.experiments.document import (
     Chart,
     Panel,
@@ -21,9 +30,10 @@ from loadgen.experiments.document import (
 from loadgen.experiments.experiment import Line, Scale
 from loadgen.experiments.judge import TIE, Comparison, Target, verdict
 from loadgen.experiments.pictures import draw_chart
+from loadgen.experiments.recorded import RECORDINGS
 from loadgen.experiments.registry import all_experiments, choose
 from loadgen.experiments.render import read_documents, write_html, write_pages
-from loadgen.experiments.rules import FORWARD, PUBLISHED
+from loadgen.experiments.rules import FORWARD, HINDSIGHT, OFFLINE, PUBLISHED
 from tests.loadgen.experiments.invented import invented_results
 
 if TYPE_CHECKING:
@@ -32,7 +42,9 @@ if TYPE_CHECKING:
     from loadgen.experiments.document import Document
 
 SCALE = Scale(seeds=(1, 2), requests=100)
-SIMULATED = [name for name, each in all_experiments().items() if name != "live-twin"]
+UNSIMULATED = ("live-twin", "forecasts")
+"""One has no cases, the other none without recorded data."""
+SIMULATED = [name for name in all_experiments() if name not in UNSIMULATED]
 
 
 def report(name: str, waits_s: dict[str, float], scale: Scale = SCALE) -> Document:
@@ -118,7 +130,7 @@ def test_a_chart_with_holes_is_drawn(tmp_path: Path) -> None:
 
 def test_recorded_traces_that_are_not_there_are_skipped_and_said_so() -> None:
     document = report("recorded", {})
-    assert len(document.skipped) == 3
+    assert len(document.skipped) == len(RECORDINGS)
     assert "azure2023_conv.csv.gz" in document.skipped[0]
     assert document.tables == ()
 
@@ -187,6 +199,63 @@ def test_harm_is_judged_against_the_better_of_both_pushing_baselines(
 ) -> None:
     document = report("harm", {FORWARD: ours_s, "least_outstanding": 1.5})
     assert {claim.verdict is Verdict.CONFIRMED for claim in document.claims} == {harmless}
+
+
+def test_prices_earn_their_place_only_where_something_is_better_and_nothing_worse() -> None:
+    for ours_s, verdict_of_ours in ((0.5, Verdict.CONFIRMED), (2.0, Verdict.NOT_REPRODUCED)):
+        document = report("ablation", {FORWARD: ours_s})
+        ours = [claim for claim in document.claims if claim.source.endswith("our prices")]
+        assert {claim.verdict for claim in ours} == {verdict_of_ours}
+        assert f"ours mean TTFT x{ours_s:.2f}" in document.answers[0]
+
+
+@pytest.mark.parametrize(("ours_s", "reached"), [(0.02, True), (0.3, False)])
+def test_the_aim_is_judged_on_the_reward_over_its_bound(ours_s: float, reached: bool) -> None:
+    document = report("hindsight", {HINDSIGHT: 0.0, FORWARD: ours_s})
+    assert {claim.verdict is Verdict.CONFIRMED for claim in document.claims} == {reached}
+    assert f"{100 / (1 + ours_s):.1f} % of the bound" in document.claims[0].evidence
+
+
+def test_the_rest_is_split_among_its_causes() -> None:
+    waits = {HINDSIGHT: 0.1, OFFLINE: 0.2, hindsight.NO_GUARD_SHORTEST: 0.4}
+    document = report("hindsight", waits | {hindsight.NO_GUARD: 0.4, FORWARD: 0.5})
+    parts = re.findall(r"([\d.]+) periods \((-?\d+) %\)", document.answers[-1])
+    assert parts == [("10", "25"), ("20", "50"), ("0", "0"), ("10", "25")]
+
+
+@pytest.mark.parametrize(
+    ("quantile_s", "verdict_of_it"),
+    [(1.0, Verdict.CONFIRMED), (2.0, Verdict.CONDITIONS)],
+)
+def test_a_quantile_must_preempt_less_and_cost_nothing(
+    quantile_s: float, verdict_of_it: Verdict
+) -> None:
+    plan = all_experiments()["columns"].plan(SCALE)
+    waits = {"quantile 0.7": quantile_s, "quantile 0.9": 3.0}
+    results = invented_results(plan.cases, waits)
+    for case, measured in results.items():
+        measured.values["preemptions"] = 5.0 if case.rule.label.startswith("mean") else 1.0
+    assert {claim.verdict for claim in plan.report(results).claims} == {verdict_of_it}
+
+
+def test_a_quantile_that_preempts_as_often_is_worth_nothing() -> None:
+    verdicts = {claim.verdict for claim in report("columns", {"quantile 0.7": 0.5}).claims}
+    assert verdicts == {Verdict.NOT_REPRODUCED}
+
+
+def test_forecasts_are_judged_against_none_and_against_one_for_all(tmp_path: Path) -> None:
+    rows = "\n".join(f"{second},40,8" for second in range(30))
+    trace = tmp_path / "azure2023_code.csv.gz"
+    trace.write_bytes(gzip.compress(f"arrival_s,prompt_tokens,output_tokens\n{rows}".encode()))
+    scale = replace(SCALE, data=tmp_path)
+    for shipped_s, expected in (
+        (0.5, Verdict.CONFIRMED),
+        (0.9, Verdict.CONDITIONS),
+        (2.0, Verdict.NOT_REPRODUCED),
+    ):
+        waits = {forecasts.SHIPPED: shipped_s, forecasts.POOLED: 0.8, forecasts.EXACT: 0.2}
+        (claim,) = report("forecasts", waits, scale).claims
+        assert claim.verdict is expected
 
 
 def test_a_rising_share_confirms_figure_13_and_a_falling_one_does_not() -> None:

@@ -1,0 +1,147 @@
+"""What length predictors do to time to first token, on recorded requests.
+
+How well they predict is measured by `bidgate-load bench lengths`; here they decide who goes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from loadgen.experiments.cases import Case
+from loadgen.experiments.columns import SECOND_TABLE, UTILISATION
+from loadgen.experiments.comparisons import Comparison, ratio_chart
+from loadgen.experiments.document import Claim, Document, Verdict
+from loadgen.experiments.experiment import Experiment, Plan, Results, cases_of, faults, line
+from loadgen.experiments.fleets import a100_fleet
+from loadgen.experiments.judge import number, percent
+from loadgen.experiments.loads import Load
+from loadgen.experiments.recorded import RECORDINGS, REQUESTS_MAX
+from loadgen.experiments.rules import Lengths, RuleBook
+from loadgen.workload import Prediction
+from service.control.config import ControlConfig, PolicyName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from loadgen.experiments.experiment import Scale
+    from loadgen.experiments.rules import Rule
+
+NAME = "forecasts"
+LOADS, LOADS_FULL = (1.0,), (0.8, 0.95, 1.06)
+BATCH_LIMIT = 32
+TTFT_BOUND_S = 2.0
+UNLEARNT = "no forecast"
+POOLED = "one distribution"
+SHIPPED = "by prompt length, shrunk (shipped)"
+EXACT = "exact lengths"
+SLACK = 0.01
+MEAN = "ttft_mean_s"
+
+
+def plan(scale: Scale) -> Plan:
+    """The shipped policy with every predictor on what recordings are there."""
+    book = RuleBook(ControlConfig(max_wait_s=600.0, queue_max=100_000))
+    forward = book.forward()
+    told: tuple[tuple[Rule, Prediction], ...] = (
+        (book.plain(PolicyName.LEAST_OUTSTANDING), Prediction.NONE),
+        (replace(forward, label=UNLEARNT, lengths=Lengths.UNLEARNT), Prediction.NONE),
+        (replace(forward, label=POOLED, lengths=Lengths.POOLED), Prediction.NONE),
+        (replace(forward, label=SHIPPED), Prediction.NONE),
+        (replace(forward, label=EXACT), Prediction.EXACT),
+    )
+    comparisons, skipped = [], []
+    for recording in RECORDINGS:
+        path = recording.path(scale.data)
+        if path is None:
+            skipped.append(f"{recording.title}: --data DIR has no {' or '.join(recording.files)}")
+            continue
+        for asked in LOADS_FULL if scale.full else LOADS:
+            load = Load(
+                trace=str(path),
+                arrivals="recorded",
+                load=asked,
+                requests=min(scale.requests, REQUESTS_MAX),
+            )
+            case = Case(
+                load=load,
+                workers=a100_fleet(4, BATCH_LIMIT),
+                rule=forward,
+                ttft_bound_s=TTFT_BOUND_S,
+            )
+            lines = tuple(
+                line(
+                    replace(case, rule=rule, load=replace(load, prediction=prediction)),
+                    scale.seeds,
+                )
+                for rule, prediction in told
+            )
+            comparisons.append(Comparison(f"{recording.title}, load {asked:g}", lines))
+    report = partial(_report, scale, tuple(comparisons), tuple(skipped))
+    missing = "" if comparisons else "; ".join(skipped)
+    return Plan(cases_of(comparisons), report, missing)
+
+
+def forecast_claim(item: Comparison, results: Results) -> Claim:
+    """Judge whether the shipped predictor waits less than none, and no longer than one pool."""
+    waits_s = {one.label: one.mean(MEAN, results) for one in item.lines}
+    less = waits_s[SHIPPED] < (1 - SLACK) * waits_s[UNLEARNT]
+    pooled = waits_s[SHIPPED] <= (1 + SLACK) * waits_s[POOLED]
+    gap = waits_s[UNLEARNT] - waits_s[EXACT]
+    closed = f", {percent((waits_s[UNLEARNT] - waits_s[SHIPPED]) / gap)} of the way" if gap else ""
+    found = Verdict.CONFIRMED if less and pooled else Verdict.NOT_REPRODUCED
+    if less != pooled:
+        found = Verdict.CONDITIONS
+    means = ", ".join(f"{name} {number(wait_s)}" for name, wait_s in waits_s.items())
+    p99 = ", ".join(
+        f"{one.label} {number(one.mean('ttft_p99_s', results))}" for one in item.lines[1:]
+    )
+    return Claim(
+        source=f"ours, forecasts, {item.title}",
+        statement="The shipped predictor waits less than the policy without forecasts, and no "
+        "longer than with one distribution for all.",
+        verdict=found,
+        evidence=f"mean TTFT in s: {means} (from no forecast to exact{closed}); p99: {p99}.",
+        chart=NAME,
+    )
+
+
+def _report(
+    scale: Scale, comparisons: Sequence[Comparison], skipped: tuple[str, ...], results: Results
+) -> Document:
+    claims = tuple(forecast_claim(item, results) for item in comparisons)
+    chart = ratio_chart(NAME, "Every predictor over least outstanding", comparisons, results)
+    return Document(
+        name=NAME,
+        title="What length predictors do to TTFT",
+        asked="On recorded requests without hints, what is it worth to predict lengths, and how "
+        "much would exact lengths add?",
+        answers=tuple(f"{claim.source}: {claim.evidence}" for claim in claims),
+        setting={
+            "fleet": f"4 workers, Llama-3-8B on A100, B = {BATCH_LIMIT}, prompts computed by the "
+            "workers",
+            "arrivals": "recorded times, stretched evenly until the sample offers the load; every "
+            "seed sees another part of the trace",
+            "requests": f"{min(scale.requests, REQUESTS_MAX)}, without hint, group or system "
+            "prompt; every predictor begins with nothing learnt",
+            UNLEARNT: "every request is expected to take decode_tokens_default, for ever; order is "
+            "then that of arrival",
+            POOLED: "all requests share one learnt distribution: no order among those that wait, "
+            "but what runs is known better the longer it runs",
+            SHIPPED: "pools by octave of the prompt's length, shrunk towards the whole",
+            "loss of the same predictors": "docs/results/length-prediction.md",
+        },
+        command=scale.command(NAME),
+        seeds=scale.seeds,
+        tables=tuple(item.table((*SECOND_TABLE, UTILISATION), results) for item in comparisons),
+        charts=(chart,),
+        claims=claims,
+        faults=faults(cases_of(comparisons), results),
+        skipped=skipped,
+    )
+
+
+EXPERIMENT = Experiment(
+    name=NAME, summary="what length predictors do to TTFT on recorded requests", plan=plan
+)
