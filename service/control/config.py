@@ -106,7 +106,7 @@ class PriceConfig:
     step_size: float = 0.05
     history_max: int = 2048
     reward_normalizer: float = 0.0
-    refresh_s: float = 0.02
+    refresh_s: float = 0.1
     inline: bool = False
     averaged: bool = False
     zero: bool = False
