@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections import deque
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from service.control.events import (
@@ -24,15 +23,16 @@ from service.control.events import (
     Refusal,
     Request,
     Returned,
-    Role,
     Start,
     WorkerGone,
     WorkerReported,
-    WorkerState,
 )
 from service.errors import ClientGoneError, RefusedError, RouterBrokeError
+from service.lateness import Lateness
 from service.merged_tokens import MergedTokens
+from service.pace import Pace
 from service.placement import Placement
+from service.queue_stats import QueueStats
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -42,13 +42,9 @@ if TYPE_CHECKING:
     from service.control.config import ControlConfig
     from service.control.prices import PriceProblem, PriceSolution
     from service.control.router import Router
-    from service.control.stats import RouterStats
+    from service.queue_stats import QueueConfig
 
 TICK_RETRY_S: Final = 0.1
-STARTS_REMEMBERED: Final = 64
-PACE_WINDOW_S: Final = 30.0
-RETRY_AFTER_MIN_S: Final = 1
-RETRY_AFTER_MAX_S: Final = 60
 
 
 class Refresher(Protocol):
@@ -60,82 +56,6 @@ class Refresher(Protocol):
 
     def solve(self, problem: PriceProblem, adopt: Callable[[PriceSolution], None]) -> None:
         """Solve, then call adopt on the loop; at once or later."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueConfig:
-    """How the queue drives the router.
-
-    Attributes:
-        tick_share_max: most of the event loop's time that ticks may take, in (0, 1]; a tick that
-            comes too soon after a long one waits.
-        tick_late_s: a decision that takes longer than this is late.
-        late_ticks_max: late decisions in a row after which requests start first come first
-            served; the policy is tried again after late_pause_s.
-        late_pause_s: for how long that lasts.
-    """
-
-    tick_share_max: float = 0.5
-    tick_late_s: float = 0.25
-    late_ticks_max: int = 3
-    late_pause_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        """Refuse a share or bounds that are none."""
-        if not 0 < self.tick_share_max <= 1:
-            raise ValueError(f"tick_share_max must be in (0, 1], got {self.tick_share_max}")
-        if not (self.tick_late_s > 0 and self.late_pause_s > 0 and self.late_ticks_max >= 1):
-            raise ValueError(
-                "tick_late_s and late_pause_s must be positive, late_ticks_max at least 1"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueStats:
-    """The queue and its router now.
-
-    Attributes:
-        router: counters and gauges of the router, its view only.
-        refused_at_door: requests turned away without entering the router (draining).
-        tick_errors: ticks that raised.
-        event_errors: events the router raised on.
-        late_ticks: decisions of the policy that took too long.
-        ticking: whether the last tick went well.
-        falling_back: whether requests start first come first served, as the policy fails or is
-            too slow.
-        draining: whether new requests are turned away.
-        held: requests inside `place` now.
-    """
-
-    router: RouterStats
-    refused_at_door: int
-    tick_errors: int
-    event_errors: int
-    late_ticks: int
-    ticking: bool
-    falling_back: bool
-    draining: bool
-    held: int
-
-    @property
-    def imbalance(self) -> int:
-        """Entered minus waiting, running and ended: zero, or a request was lost or ended twice."""
-        router = self.router
-        ended = sum(router.ended.values()) + sum(router.refused.values())
-        return router.entered - router.waiting - router.running - ended
-
-    @property
-    def usable_workers(self) -> int:
-        """Workers that are up, prefill workers not counted."""
-        return sum(worker.state is WorkerState.UP for worker in self.router.workers)
-
-    @property
-    def lacks_prefill(self) -> bool:
-        """Whether all workers that are up need a prefill worker, and none of these is up."""
-        up = [worker for worker in self.router.workers if worker.state is WorkerState.UP]
-        return all(worker.role is Role.DECODE for worker in up) and not any(
-            worker.state is WorkerState.UP for worker in self.router.prefillers
-        )
 
 
 class CentralQueue:
@@ -166,7 +86,7 @@ class CentralQueue:
         self._held: dict[str, Placement] = {}
         self._progress: dict[str, int] = {}
         self._merged = MergedTokens()
-        self._start_times_s: deque[float] = deque(maxlen=STARTS_REMEMBERED)
+        self._pace = Pace()
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._not_before_s = -math.inf
@@ -176,9 +96,7 @@ class CentralQueue:
         self._event_errors = 0
         self._fallbacks_told = (0, "")
         self._fell_back = False
-        self._late_ticks = 0
-        self._late_in_a_row = 0
-        self._rests_until_s = -math.inf
+        self._lateness = Lateness()
         self._refused_at_door = 0
 
     @asynccontextmanager
@@ -287,28 +205,17 @@ class CentralQueue:
             refused_at_door=self._refused_at_door,
             tick_errors=self._tick_errors,
             event_errors=self._event_errors,
-            late_ticks=self._late_ticks,
-            falling_back=self._fell_back or now_s < self._rests_until_s,
+            late_ticks=self._lateness.late_ticks,
+            falling_back=self._fell_back or now_s < self._lateness.rests_until_s,
             ticking=self._ticking,
             draining=self._draining,
             held=len(self._held),
         )
 
     def retry_after_s(self) -> int:
-        """In how many whole seconds those who wait now will have started, at the pace of late.
-
-        The pace is that of the last STARTS_REMEMBERED starts within PACE_WINDOW_S, the time since
-        the last one included: a queue that has stopped draining says so.
-        """
-        waiting = self._router.waiting
-        if not waiting:
-            return RETRY_AFTER_MIN_S
+        """In how many whole seconds those who wait now will have started, at the pace of late."""
         now_s = asyncio.get_running_loop().time()
-        recent = [start_s for start_s in self._start_times_s if start_s > now_s - PACE_WINDOW_S]
-        if not recent:
-            return RETRY_AFTER_MAX_S if self._start_times_s else RETRY_AFTER_MIN_S
-        pace_s = (now_s - recent[0]) / len(recent)
-        return min(max(RETRY_AFTER_MIN_S, math.ceil(waiting * pace_s)), RETRY_AFTER_MAX_S)
+        return self._pace.retry_after_s(self._router.waiting, now_s)
 
     def price(self, request: Request, worker_id: str) -> float:
         """What a request costs at a worker now: its slots and its prompt's KV for one iteration."""
@@ -362,7 +269,7 @@ class CentralQueue:
                 self._log.error("command_for_unknown_request", request_id=command.request_id)
                 continue
             if isinstance(command, Start):
-                self._start_times_s.append(now_s)
+                self._pace.started(now_s)
                 self._merged.start(placement.request, command.worker_id)
             placement.obey(command)
 
@@ -388,7 +295,8 @@ class CentralQueue:
             next_s = loop.time() + TICK_RETRY_S
         news, self._ticking = self._ticking != (fault is None), fault is None
         duration_s = self.stopwatch() - began_s
-        self._mind_lateness(duration_s, loop.time())
+        if self._lateness.note(duration_s, loop.time(), self._config):
+            self._router.rest_policy(self._lateness.rests_until_s)
         self._not_before_s = loop.time() + duration_s * (1 / self._config.tick_share_max - 1)
         if next_s is not None:
             self._timer = loop.call_at(max(next_s, self._not_before_s), self._tick)
@@ -408,18 +316,6 @@ class CentralQueue:
             if problem is not None:
                 self._refresher.solve(problem, self._adopt)
         return self._router.next_tick_s(now_s)
-
-    def _mind_lateness(self, duration_s: float, now_s: float) -> None:
-        """Rest the policy for a while when its decisions take too long one after the other."""
-        if duration_s <= self._config.tick_late_s:
-            self._late_in_a_row = 0
-            return
-        self._late_ticks += 1
-        self._late_in_a_row += 1
-        if self._late_in_a_row >= self._config.late_ticks_max:
-            self._late_in_a_row = 0
-            self._rests_until_s = now_s + self._config.late_pause_s
-            self._router.rest_policy(self._rests_until_s)
 
     def _tell_of_fallbacks(self) -> None:
         """Say that the policy failed: at the first time, and whenever the fault is another one."""

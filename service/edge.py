@@ -44,9 +44,10 @@ from service.light import LightConfig, LightPath
 from service.light_route import LightRoute
 from service.owners import Owners
 from service.queued_route import QueuedRoute, ReadingConfig
+from service.request_record import RequestRecord
 from service.secrets import Secret
 from service.surface import Api, Route, find_route
-from service.telemetry import RequestRecord, Telemetry
+from service.telemetry import Telemetry
 from service.uploads import BodyBounds
 
 REQUEST_ID_CHARS_MAX: Final = 128

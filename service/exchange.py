@@ -12,8 +12,8 @@ from service.asgi import AsgiReply
 from service.byte_budget import Claim
 from service.headers import RawHeaders
 from service.hints import HeaderFacts, read_headers
+from service.request_record import RequestRecord
 from service.surface import Route
-from service.telemetry import RequestRecord
 
 
 @dataclass

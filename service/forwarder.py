@@ -11,89 +11,33 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import httpx
 
 from service.call import Call, Place, Reply
-from service.control.events import Outcome
 from service.errors import (
-    BidgateError,
-    ClientGoneError,
     DeadlineExceededError,
     HandoffMissingError,
     UpstreamError,
     WorkerBrokeError,
-    WorkerLateError,
     WorkerUnreachableError,
 )
-from service.headers import CREDENTIALS, DATA_PARALLEL_RANK, first, to_client
+from service.forward_config import ForwardConfig
+from service.headers import CREDENTIALS, DATA_PARALLEL_RANK
 from service.interrupt import Interrupt, Watchdog
 from service.placement import Placement
 from service.prefill_leg import Params, PrefillLeg, with_params
+from service.response_relay import BUSY_STATUSES, ResponseRelay, is_broken
 from service.retry_budget import RetryBudget
-from service.sse import Meter, meter_of, usage_tokens
-from service.surface import Api
 from service.worker_config import WorkerConfig
 from service.worker_link import BROKEN
 
-BUSY_STATUSES: Final = (429, 503)
-USAGE_TAIL_BYTES: Final = 4096
 WHOLE_BYTES_MAX: Final = 1 << 20
 PART_BYTES: Final = 1 << 18
 """Longer bodies are written in parts of this size: one write would hold up the event loop."""
 URLS_MAX: Final = 4096
 """Parsed URLs that are kept; clients choose paths."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardConfig:
-    """Bounds of a relay; seconds.
-
-    Attributes:
-        connect_timeout_s: longest wait for a TCP connection to a worker.
-        keepalive_s: idle connections to workers are dropped after this; below the workers' own
-            limit (vLLM: 5 s), so that a request never meets a closing connection.
-        first_byte_timeout_s: longest wait for a worker's response and, of a stream, first event.
-        stall_timeout_s: longest silence within a response.
-        client_stall_timeout_s: longest a client may leave a full buffer unread.
-        retries_max: other workers tried when one cannot take a request.
-        retry_share: over all requests, at most this share of second tries because a worker was too
-            busy; more are not made, so that retries cannot storm.
-        retry_burst: such tries that may come at once after a quiet time.
-        failures_to_suspect: broken answers of a worker in a row that take it out of rotation until
-            its health is checked, so that a dying engine does not eat the queue.
-    """
-
-    connect_timeout_s: float = 3.0
-    keepalive_s: float = 4.0
-    first_byte_timeout_s: float = 600.0
-    stall_timeout_s: float = 60.0
-    client_stall_timeout_s: float = 60.0
-    retries_max: int = 2
-    retry_share: float = 0.1
-    retry_burst: float = 10.0
-    failures_to_suspect: int = 2
-
-    def __post_init__(self) -> None:
-        """Refuse bounds that are none."""
-        for name in (
-            "connect_timeout_s",
-            "keepalive_s",
-            "first_byte_timeout_s",
-            "stall_timeout_s",
-            "client_stall_timeout_s",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.retries_max < 0:
-            raise ValueError(f"retries_max must not be negative, got {self.retries_max}")
-        if not (0 <= self.retry_share <= 1 and self.retry_burst >= 0):
-            raise ValueError("retry_share must be in [0, 1] and retry_burst not negative")
-        if self.failures_to_suspect < 1:
-            given = self.failures_to_suspect
-            raise ValueError(f"failures_to_suspect must be at least 1, got {given}")
 
 
 class Forwarder:
@@ -151,7 +95,7 @@ class Forwarder:
             ClientGoneError: the client stopped reading.
             RefusedError: after a worker did not take it, no other could.
         """
-        relay = _Relay(call, placement, reply, self._config)
+        relay = ResponseRelay(call, placement, reply, self._config)
         try:
             with Interrupt() as interrupt, _deadline(interrupt, call.deadline_s):
                 relay.watchdog = Watchdog(interrupt)
@@ -179,7 +123,7 @@ class Forwarder:
         if self._failures_in_a_row[worker_id] >= self._config.failures_to_suspect:
             self._suspect(worker_id)
 
-    async def _open(self, call: Call, relay: _Relay) -> httpx.Response:
+    async def _open(self, call: Call, relay: ResponseRelay) -> httpx.Response:
         placement = relay.placement
         self._budget.earn()
         for attempt in itertools.count():
@@ -194,7 +138,9 @@ class Forwarder:
                 await placement.returned()
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _attempt(self, call: Call, relay: _Relay, *, last: bool) -> httpx.Response | None:
+    async def _attempt(
+        self, call: Call, relay: ResponseRelay, *, last: bool
+    ) -> httpx.Response | None:
         """Send a placed request, in two legs where it has them; None when another may be tried."""
         placement = relay.placement
         try:
@@ -223,7 +169,9 @@ class Forwarder:
         await self._give_up(response, "busy")
         return None
 
-    async def _legs(self, call: Call, relay: _Relay, *, last: bool) -> Call | httpx.Response | None:
+    async def _legs(
+        self, call: Call, relay: ResponseRelay, *, last: bool
+    ) -> Call | httpx.Response | None:
         """Run first legs until none is due; the call of the second, or why there is none."""
         placement = relay.placement
         if not isinstance(placement, Placement):
@@ -249,7 +197,7 @@ class Forwarder:
         self.retries[reason] += 1
 
     async def _prefill(
-        self, call: Call, relay: _Relay, placement: Placement
+        self, call: Call, relay: ResponseRelay, placement: Placement
     ) -> Params | httpx.Response:
         """Run the first leg, and book how it ended."""
         relay.turn_to(placement.prefill_id)
@@ -263,7 +211,7 @@ class Forwarder:
         if isinstance(answer, httpx.Response):
             self.handoffs["failed"] += 1
             placement.prefill_failed(kept=False)
-            self._judge(relay.at, broke=_is_broken(answer.status_code))
+            self._judge(relay.at, broke=is_broken(answer.status_code))
         else:
             self.handoffs["done"] += 1
             self._judge(relay.at, broke=False)
@@ -317,94 +265,6 @@ class Forwarder:
             raise WorkerBrokeError(f"worker {worker_id} dropped the request") from error
 
 
-class _Relay:
-    """One response on its way."""
-
-    watchdog: Watchdog
-    worker_broke = False
-
-    def __init__(self, call: Call, placement: Place, reply: Reply, config: ForwardConfig) -> None:
-        self.placement = placement
-        self.at = placement.worker_id
-        self._api = call.api
-        self._reply = reply
-        self._config = config
-        self._meter: Meter | None = None
-
-    def turn_to(self, worker_id: str) -> None:
-        """A worker is asked now, and must answer in time."""
-        self.at = worker_id
-        self.watchdog.expect(self._late, self._config.first_byte_timeout_s)
-
-    async def pass_on(self, response: httpx.Response) -> None:
-        headers = to_client(response.headers.raw)
-        plain = first(headers, b"content-encoding") in (None, b"identity")
-        events = (first(headers, b"content-type") or b"").startswith(b"text/event-stream")
-        if response.status_code >= 400:
-            self.placement.outcome = Outcome.FAILED
-        self.worker_broke = _is_broken(response.status_code)
-        if events:
-            if first(headers, b"x-accel-buffering") is None:
-                headers.append((b"x-accel-buffering", b"no"))
-            # Into compressed bytes no error event can be written, nor tokens counted in them.
-            self._meter = meter_of(self._api) if plain else None
-        await self._reply.start(response.status_code, headers)
-        try:
-            if self._meter is not None:
-                await self._pass_events(response, self._meter)
-            else:
-                await self._pass_body(response, count=plain)
-        except BROKEN as error:
-            raise WorkerBrokeError(f"worker {self.at} broke off its response") from error
-        self.watchdog.stop()
-        await self._reply.end()
-
-    async def break_off(self, error: BidgateError) -> None:
-        """Tell the reader of a begun event stream that it is not complete."""
-        if self._meter is None:
-            return
-        gap = b"\n\n" if self._meter.mid_event else b""
-        body = error.body(anthropic=self._api is Api.MESSAGES)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.client_stall_timeout_s):
-                await self._reply.write(gap + self._meter.error_event(body))
-                await self._reply.end()
-
-    async def _pass_events(self, response: httpx.Response, meter: Meter) -> None:
-        placement, reply, config = self.placement, self._reply, self._config
-        expect = self.watchdog.expect
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        async for chunk in response.stream:
-            expect(_unread, config.client_stall_timeout_s)
-            seen = meter.tokens
-            meter.feed(chunk)
-            if meter.tokens != seen:
-                if not seen:
-                    placement.first_token()
-                placement.progressed(meter.tokens, exact=meter.exact)
-            await reply.write(chunk)
-            expect(self._late, config.stall_timeout_s)
-        if meter.failed:
-            placement.outcome = Outcome.FAILED
-            self.worker_broke = _is_broken(meter.error_code)
-        elif not meter.done:
-            raise WorkerBrokeError(f"worker {placement.worker_id} ended its stream early")
-
-    async def _pass_body(self, response: httpx.Response, *, count: bool) -> None:
-        tail = b""
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        async for chunk in response.stream:
-            self.watchdog.expect(_unread, self._config.client_stall_timeout_s)
-            await self._reply.write(chunk)
-            tail = (tail + chunk)[-USAGE_TAIL_BYTES:]
-            self.watchdog.expect(self._late, self._config.stall_timeout_s)
-        if count:
-            self.placement.decode_tokens = usage_tokens(tail)
-
-    def _late(self) -> WorkerLateError:
-        return WorkerLateError(f"worker {self.at} sent nothing for too long")
-
-
 async def _in_parts(body: bytes) -> AsyncIterator[bytes]:
     for start in range(0, len(body), PART_BYTES):
         yield body[start : start + PART_BYTES]
@@ -427,12 +287,3 @@ def _deadline(interrupt: Interrupt, at_s: float | None) -> Iterator[None]:
 def _may_try_another(status: int) -> bool:
     """Whether an error of a prefill worker may be its own; else the request is wrong anywhere."""
     return status >= 500 or status in BUSY_STATUSES
-
-
-def _is_broken(status: int) -> bool:
-    """Whether an answer speaks of a broken engine, not of a full one or of a wrong request."""
-    return status >= 500 and status not in BUSY_STATUSES
-
-
-def _unread() -> ClientGoneError:
-    return ClientGoneError("the client stopped reading")

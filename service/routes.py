@@ -11,8 +11,8 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from service.central_queue import QueueStats
 from service.errors import Answer, error_body
+from service.queue_stats import QueueStats
 from service.telemetry import Telemetry
 
 ALIVE_PATHS: Final = ("/health", "/healthz", "/live", "/livez", "/liveness", "/ping")

@@ -24,7 +24,6 @@ from pydantic_settings import (
 )
 
 from service.auth_settings import AuthConfig, ClientKey, client_keys
-from service.central_queue import QueueConfig
 from service.control.config import ControlConfig
 from service.control.events import Role
 from service.discovery.config import (
@@ -35,11 +34,12 @@ from service.discovery.config import (
 )
 from service.edge import EdgeConfig
 from service.fleet_types import WatchConfig
-from service.forwarder import ForwardConfig
+from service.forward_config import ForwardConfig
 from service.light import LightConfig
 from service.logs import LogFormat, LogLevel
 from service.mock.profiles import LLAMA_3_8B_A100, PROFILES
 from service.open_files import files_needed
+from service.queue_stats import QueueConfig
 from service.secrets import Secret
 from service.settings_text import SettingsError, listed, nearest, read_yaml
 from service.tls import Certificate, TlsVersion, server_context

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -18,10 +18,11 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from service.central_queue import QueueStats
-from service.control.events import Outcome, WorkerState
+from service.control.events import WorkerState
 from service.control.stats import PrefillStats, RouterStats, TenantStats, WorkerStats
 from service.fleet_types import WatchStats
+from service.queue_stats import QueueStats
+from service.request_record import RequestRecord, as_line
 
 LATENCY_BUCKETS_S: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
@@ -31,64 +32,6 @@ OVERHEAD_BUCKETS_S: Final = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
 )
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestRecord:
-    """One request, for its log line and the histograms; times in seconds, None where not reached.
-
-    Attributes:
-        request_id: the x-request-id.
-        path: the route.
-        model: as asked for.
-        status: HTTP status of the answer; 499 when nobody was left to read it.
-        outcome: completed, failed, cancelled or refused.
-        reason: error code of an answer that is ours, or "".
-        worker: where it was started last.
-        prefill_worker: which computed its prompt, where that is another one.
-        starts: how often it was started.
-        queued_s: wait in the central queue.
-        ttft_s: from arrival to the first output token, of streams.
-        e2e_s: from arrival to the end.
-        overhead_s: from the whole body being here to the worker, less the wait in the queue.
-        prompt_tokens: estimate.
-        decode_tokens: as counted.
-        light: whether it skipped the queue.
-        tenant: who pays, or "".
-        upload_s: how long the body took to arrive; what follows begins then.
-    """
-
-    request_id: str
-    path: str
-    model: str = ""
-    tenant: str = ""
-    status: int = 499
-    outcome: str = Outcome.CANCELLED
-    reason: str = ""
-    worker: str = ""
-    prefill_worker: str = ""
-    starts: int = 0
-    queued_s: float | None = None
-    ttft_s: float | None = None
-    e2e_s: float = 0.0
-    overhead_s: float | None = None
-    prompt_tokens: int | None = None
-    decode_tokens: int | None = None
-    light: bool = False
-    upload_s: float | None = None
-
-
-RECORD_FIELDS: Final = tuple(field.name for field in fields(RequestRecord))
-
-
-def _line(record: RequestRecord) -> dict[str, object]:
-    """What is known about a request, for its log line."""
-    known = ((name, getattr(record, name)) for name in RECORD_FIELDS)
-    return {
-        name: round(value, 6) if isinstance(value, float) else value
-        for name, value in known
-        if value is not None and value is not False and value != ""
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +96,7 @@ class Telemetry:
             if value is not None:
                 histogram.observe(value)
         if self._log_requests:
-            self._log.info("request", **_line(record))
+            self._log.info("request", **as_line(record))
 
     def reconfigure(self, *, log_requests: bool) -> None:
         """Write a line for each request from now on, or none."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 from service.edge import EdgeConfig
-from service.forwarder import ForwardConfig
+from service.forward_config import ForwardConfig
 from service.settings import ServerConfig, WorkerSettings
 from tests.fuzz.conftest import examples
 from tests.fuzz.mutation import mutate

@@ -15,14 +15,16 @@ from fastapi import FastAPI
 
 from service.auth import Door
 from service.auth_settings import AuthConfig, ClientKey
-from service.central_queue import CentralQueue, QueueConfig, QueueStats
+from service.central_queue import CentralQueue
 from service.control.config import ControlConfig, PolicyName
 from service.control.events import Outcome, Refusal, Role, WorkerJoined, WorkerSpec
 from service.control.router import Router
 from service.edge import Doors, Edge, EdgeConfig, Inside, make_ways, reading
 from service.fleet_types import Candidate
-from service.forwarder import ForwardConfig, Forwarder
+from service.forward_config import ForwardConfig
+from service.forwarder import Forwarder
 from service.light import LightConfig, LightPath
+from service.queue_stats import QueueConfig, QueueStats
 from service.refresher import InlineRefresher
 from service.routes import answer_unknown_paths, routes
 from service.telemetry import Sources, Telemetry
@@ -102,8 +104,7 @@ class Stage:
         return not model or self.models is None or model in self.models
 
     def __post_init__(self) -> None:
-        log = structlog.get_logger()
-        self.telemetry = Telemetry(log, log_requests=True)
+        self.telemetry = Telemetry(structlog.get_logger(), log_requests=True)
         self.router = Router(self.control)
         self.queue = CentralQueue(
             router=self.router,
@@ -111,8 +112,20 @@ class Stage:
             config=QueueConfig(),
             on_tick=self.telemetry.observe_tick,
             stopwatch=lambda: asyncio.get_running_loop().time(),
-            log=log,
+            log=structlog.get_logger(),
         )
+        self.forwarder = self._make_forwarder()
+        self.light_path = LightPath(
+            workers=self, draining=lambda: self.queue.draining, config=self.light
+        )
+        self.inside = Inside(self.edge)
+        self.door = Door()
+        plain = () if self.edge.api_key is None else (ClientKey(key=self.edge.api_key),)
+        self.door.configure(AuthConfig(), (*self.keys, *plain))
+        self.telemetry.watch(self._sources())
+        self.app = self._make_edge(self._make_inner())
+
+    def _make_forwarder(self) -> Forwarder:
         configs = {
             name: WorkerConfig(
                 worker_id=name,
@@ -125,30 +138,25 @@ class Stage:
             )
             for name in self.workers
         }
-        self.forwarder = Forwarder(
+        return Forwarder(
             worker=configs.__getitem__,
             transports=self.workers,
             config=self.forward,
             suspect=self.suspects.append,
         )
-        self.light_path = LightPath(
-            workers=self, draining=lambda: self.queue.draining, config=self.light
+
+    def _sources(self) -> Sources:
+        return Sources(
+            queue=self.queue.stats,
+            fleet=lambda: (),
+            light=lambda: (self.light_path.held, dict(self.light_path.ended)),
+            retries=lambda: dict(self.forwarder.retries),
+            handoffs=lambda: dict(self.forwarder.handoffs),
+            refresh_failures=lambda: 0,
+            bytes_held=lambda: self.inside.bytes.held,
         )
-        self.inside = Inside(self.edge)
-        self.telemetry.watch(
-            Sources(
-                queue=self.queue.stats,
-                fleet=lambda: (),
-                light=lambda: (self.light_path.held, dict(self.light_path.ended)),
-                retries=lambda: dict(self.forwarder.retries),
-                handoffs=lambda: dict(self.forwarder.handoffs),
-                refresh_failures=lambda: 0,
-                bytes_held=lambda: self.inside.bytes.held,
-            )
-        )
-        self.door = Door()
-        plain = () if self.edge.api_key is None else (ClientKey(key=self.edge.api_key),)
-        self.door.configure(AuthConfig(), (*self.keys, *plain))
+
+    def _make_inner(self) -> FastAPI:
         inner = FastAPI()
         models: dict[str, object] = {"object": "list", "data": []}
         inner.include_router(
@@ -160,23 +168,24 @@ class Stage:
             )
         )
         answer_unknown_paths(inner)
-        self.app = Edge(
+        return inner
+
+    def _make_edge(self, inner: FastAPI) -> Edge:
+        doors = Doors(
+            queue=self.queue,
+            light=self.light_path,
+            forwarder=self.forwarder,
+            context_tokens=lambda _: self.context_tokens,
+        )
+        config = reading(self.edge, keeps_keys=self.door.keeps_keys)
+        return Edge(
             inner,
-            ways=make_ways(
-                Doors(
-                    queue=self.queue,
-                    light=self.light_path,
-                    forwarder=self.forwarder,
-                    context_tokens=lambda _: self.context_tokens,
-                ),
-                reading(self.edge, keeps_keys=self.door.keeps_keys),
-                self.light,
-            ),
+            ways=make_ways(doors, config, self.light),
             telemetry=self.telemetry,
             door=self.door,
             inside=self.inside,
             config=lambda: self.edge,
-            log=log,
+            log=structlog.get_logger(),
         )
 
     @asynccontextmanager

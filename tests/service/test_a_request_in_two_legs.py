@@ -14,7 +14,7 @@ import pytest
 from service.control.config import ControlConfig, HandoffConfig, PolicyName
 from service.control.events import Role
 from service.control.stats import PrefillStats
-from service.forwarder import ForwardConfig
+from service.forward_config import ForwardConfig
 from service.prefill_leg import decode_body, prefill_body
 from tests.asgi import Exchange
 from tests.clock import run_virtual

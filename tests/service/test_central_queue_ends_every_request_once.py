@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from service.central_queue import CentralQueue, QueueConfig
+from service.central_queue import CentralQueue
 from service.control.config import ControlConfig, PolicyName
 from service.control.events import (
     Command,
@@ -33,6 +33,7 @@ from service.control.events import (
 from service.control.router import Router
 from service.control.view import Pair, View
 from service.errors import BidgateError, ClientGoneError, RefusedError, WorkerBrokeError
+from service.queue_stats import QueueConfig
 from service.refresher import InlineRefresher
 from tests.clock import run_virtual
 from tests.service.stage import ends

@@ -14,7 +14,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from service.edge import EdgeConfig
-from service.forwarder import ForwardConfig
+from service.forward_config import ForwardConfig
 from service.open_files import allow_open_files, files_needed
 from service.settings import ServerConfig, Settings
 from tests.clock import run_virtual

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from service.edge import EdgeConfig
-from service.forwarder import ForwardConfig
+from service.forward_config import ForwardConfig
 from tests.service.live import Live, serving, until
 from tests.service.raw_worker import Got, RawWorker, chunk, events_head, whole
 from tests.service.stage import ends

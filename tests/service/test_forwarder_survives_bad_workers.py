@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from service.control.config import ControlConfig, PolicyName
-from service.forwarder import ForwardConfig
+from service.forward_config import ForwardConfig
 from tests.asgi import Exchange
 from tests.clock import run_virtual
 from tests.service.stage import (

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from service.forwarder import ForwardConfig
+from service.forward_config import ForwardConfig
 from tests.asgi import Exchange, http_scope
 from tests.clock import run_virtual
 from tests.service.stage import (

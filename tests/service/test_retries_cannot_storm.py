@@ -8,7 +8,7 @@ import httpx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.forwarder import ForwardConfig
+from service.forward_config import ForwardConfig
 from service.retry_budget import RetryBudget
 from tests.clock import run_virtual
 from tests.service.stage import HandlerTransport, Stage, answer

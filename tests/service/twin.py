@@ -15,7 +15,7 @@ import structlog
 from loadgen.simulated_fleet import FleetWorker
 from loadgen.simulation_config import SimulatedWorker, SimulationConfig
 from loadgen.trace_record import TraceRequest
-from service.central_queue import CentralQueue, QueueConfig
+from service.central_queue import CentralQueue
 from service.control.config import ControlConfig
 from service.control.events import (
     Command,
@@ -27,6 +27,7 @@ from service.control.events import (
 from service.control.router import Router
 from service.errors import RefusedError
 from service.placement import Placement
+from service.queue_stats import QueueConfig
 from service.refresher import InlineRefresher
 
 SETTLED_S = 1e-8
