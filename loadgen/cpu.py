@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 STAT_FIELDS_BEFORE_UTIME = 11
+IDLE_FIELDS = (3, 4)
+"""Of a cpu line in /proc/stat: idle and waiting for a disk. The first eight are all its time."""
 """Fields of /proc/PID/stat between the closing bracket of the name and utime."""
 
 
@@ -23,17 +25,19 @@ class CpuMeter:
         pids: process ids to measure; those that are gone count nothing.
         started_cpu_s: what they had used when the meter was made.
         started_s: when that was, monotonic seconds.
+        machine_busy_s: what everybody had used of this process's processors by then, and before.
     """
 
     pids: tuple[int, ...]
     started_cpu_s: float
     started_s: float
+    machine_busy_s: float | None = None
 
     @classmethod
     def start(cls, pids: Sequence[int]) -> CpuMeter:
         """Begin to measure this process and the given ones."""
         everyone = (os.getpid(), *pids)
-        return cls(everyone, _cpu_s(everyone), time.monotonic())
+        return cls(everyone, _cpu_s(everyone), time.monotonic(), _machine_busy_s())
 
     def share(self) -> float | None:
         """Share of all processors used since the start; None where /proc does not tell."""
@@ -41,10 +45,33 @@ class CpuMeter:
         used_s = _cpu_s(self.pids) - self.started_cpu_s
         return used_s / (elapsed_s * processors()) if used_s > 0 and elapsed_s > 0 else None
 
+    def others_share(self) -> float | None:
+        """Share of all processors that other processes, and other machines on them, used."""
+        elapsed_s, busy_s = time.monotonic() - self.started_s, _machine_busy_s()
+        if busy_s is None or self.machine_busy_s is None or not elapsed_s > 0:
+            return None
+        ours_s = _cpu_s(self.pids) - self.started_cpu_s
+        others_s = busy_s - self.machine_busy_s - ours_s
+        return max(0.0, others_s / (elapsed_s * processors()))
+
 
 def processors() -> int:
     """Count the processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _machine_busy_s() -> float | None:
+    """Seconds in which the processors of this process did not idle; None where /proc is silent."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    ticks = 0
+    for name, *fields in (line.split() for line in lines if line.startswith("cpu")):
+        if name in mine:
+            ticks += sum(map(int, fields[:8])) - sum(int(fields[at]) for at in IDLE_FIELDS)
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
 
 
 def _cpu_s(pids: Sequence[int]) -> float:

@@ -94,11 +94,17 @@ class DemoSpec:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
-    """What one policy left: its records, how many were sent, and the share of CPU used."""
+    """What one policy left: its records, how many were sent, and the shares of CPU used.
+
+    Attributes:
+        cpu_share: of all processors, by this run.
+        others_share: by everybody else meanwhile.
+    """
 
     records: list[OutcomeRecord]
     sent: int
     cpu_share: float | None
+    others_share: float | None = None
 
 
 async def run_policies(
@@ -170,7 +176,7 @@ async def run_policy(
         meter = CpuMeter.start([child.process.pid for child in cluster.children])
         replay = Replay(requests, settings)
         records = await run_with_progress(replay, len(requests), policy.value, progress)
-        return PolicyRun(records, replay.sent, meter.share())
+        return PolicyRun(records, replay.sent, meter.share(), meter.others_share())
 
 
 def warm_up_workload() -> list[TraceRequest]:

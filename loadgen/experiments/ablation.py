@@ -50,7 +50,9 @@ NAME = "ablation"
 NO_PRICES = tiers.NO_PRICES
 FIRST_COME = PolicyName.CENTRAL_FCFS.value
 LEAST = PolicyName.LEAST_OUTSTANDING.value
-BATCH_LIMIT, AMPLE_KV, TIGHT_KV = 32, 40_000, 5_400
+FEW_SLOTS, AMPLE_KV = 8, 10_000
+"""Few slots, so that a few hundred requests are many generations of them."""
+MANY_SLOTS, TIGHT_KV = 32, 5_400
 TIE = 0.02
 """Ratios closer to 1 than this are called equal."""
 STEPS = (
@@ -90,13 +92,13 @@ def plan(scale: Scale) -> Plan:
     second = ControlConfig(horizon_iterations=LMSYS_HORIZON, queue_max=100_000)
     slots = Case(
         load=Load(load=1.06, requests=scale.requests),
-        workers=unit_fleet(4, BATCH_LIMIT, AMPLE_KV),
+        workers=unit_fleet(4, FEW_SLOTS, AMPLE_KV),
         rule=RuleBook(period).forward(),
     )
     memory = replace(
         slots,
         load=Load(kv_load=1.05, requests=scale.requests),
-        workers=a100_fleet(4, BATCH_LIMIT, TIGHT_KV),
+        workers=a100_fleet(4, MANY_SLOTS, TIGHT_KV),
     )
     trials = [
         _trial("one class, bound by slots, load 1.06", slots, period, scale),
@@ -193,9 +195,9 @@ def _report(scale: Scale, trials: Sequence[Trial], results: Results) -> Document
         "holding requests back until a worker can start them?",
         answers=(sentence(trials, results), _where_prices_help(trials, results)),
         setting={
-            "one class": f"4 workers, B = {BATCH_LIMIT}; M = {AMPLE_KV:,} with unit times (slots "
-            f"bind), or {TIGHT_KV:,} with Llama-3-8B on A100 (KV binds); LMSYS-like lengths, "
-            f"Poisson, exact prediction, {scale.requests} requests",
+            "one class": f"4 workers, B = {FEW_SLOTS}, M = {AMPLE_KV:,} and unit times (slots bind), "
+            f"or B = {MANY_SLOTS}, M = {TIGHT_KV:,} and Llama-3-8B on A100 (KV binds); LMSYS-like "
+            f"lengths, Poisson, exact prediction, {scale.requests} requests",
             "two tiers": "as in tiers: interactive requests are worth 4 batch ones",
             "zero prices": "the same policy with every price forced to zero; for ours that also "
             "drops the price of slots kept for higher tiers",

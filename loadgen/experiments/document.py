@@ -20,7 +20,7 @@ SIGNIFICANT_DIGITS = 4
 
 
 class Verdict(StrEnum):
-    """What became of a claim of the paper."""
+    """What became of a claim; skipped where the numbers allow no verdict."""
 
     CONFIRMED = "confirmed"
     CONDITIONS = "confirmed with conditions"

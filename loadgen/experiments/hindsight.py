@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 NAME = "hindsight"
 LOADS = (0.8, 0.95, 1.06, 1.1)
-WORKERS, BATCH_LIMIT, KV_TOKENS = 4, 32, 40_000
+WORKERS, BATCH_LIMIT, KV_TOKENS = 4, 8, 10_000
+"""Few slots, so that a few hundred requests are many generations of them."""
 AIM = 0.95
 SMALL_SLOTS, SMALL_REQUESTS, SMALL_LOAD = 4, 40, 1.06
 SMALL_SEEDS = (1, 2, 3)

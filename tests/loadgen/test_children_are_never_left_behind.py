@@ -151,3 +151,17 @@ def test_processor_time_of_this_process_is_counted() -> None:
     share = meter.share()
     assert share is not None
     assert share > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processor_time_of_others_is_counted() -> None:
+    meter = CpuMeter.start([])
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            deadline_s = time.monotonic() + 10.0
+            while not (share := meter.others_share()) and time.monotonic() < deadline_s:
+                time.sleep(0.1)
+        finally:
+            other.kill()
+    assert share is not None
+    assert 0 < share <= 1.01

@@ -17,8 +17,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def twin(live: np.ndarray, simulated: np.ndarray) -> Twin:
-    return Twin("round_robin", tuple(live.tolist()), tuple(simulated.tolist()), 0.3)
+def twin(
+    live: np.ndarray, simulated: np.ndarray, others_share: float = 0.02, late_p99_s: float = 0.001
+) -> Twin:
+    return Twin(
+        "round_robin",
+        tuple(live.tolist()),
+        tuple(simulated.tolist()),
+        cpu_share=0.3,
+        others_share=others_share,
+        late_p99_s=late_p99_s,
+    )
 
 
 def test_twins_agree_within_the_tolerance_and_not_beyond() -> None:
@@ -28,6 +37,15 @@ def test_twins_agree_within_the_tolerance_and_not_beyond() -> None:
     assert twin_claim(twin(waits * 1.6, waits)).verdict is Verdict.NOT_REPRODUCED
     spread = np.where(waits < 0.2, 0.01, waits * 1.3)
     assert twin_claim(twin(spread, waits)).verdict is Verdict.NOT_REPRODUCED
+
+
+def test_a_busy_machine_can_confirm_but_not_refute() -> None:
+    waits = np.random.default_rng(1).exponential(0.2, 400)
+    for busy in ({"others_share": 0.3}, {"late_p99_s": 0.02}):
+        assert twin_claim(twin(waits, waits, **busy)).verdict is Verdict.CONFIRMED
+        claim = twin_claim(twin(waits * 1.6, waits, **busy))
+        assert claim.verdict is Verdict.SKIPPED
+        assert "Too busy a machine" in claim.evidence
 
 
 def test_the_simulated_twin_serves_the_live_runs_requests(tmp_path: Path) -> None:
