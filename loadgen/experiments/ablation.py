@@ -195,8 +195,8 @@ def _report(scale: Scale, trials: Sequence[Trial], results: Results) -> Document
         "holding requests back until a worker can start them?",
         answers=(sentence(trials, results), _where_prices_help(trials, results)),
         setting={
-            "one class": f"4 workers, B = {FEW_SLOTS}, M = {AMPLE_KV:,} and unit times (slots bind), "
-            f"or B = {MANY_SLOTS}, M = {TIGHT_KV:,} and Llama-3-8B on A100 (KV binds); LMSYS-like "
+            "one class": f"4 workers, B = {FEW_SLOTS}, M = {AMPLE_KV:,}, unit times (slots) or "
+            f"B = {MANY_SLOTS}, M = {TIGHT_KV:,} and Llama-3-8B on A100 (KV); LMSYS-like "
             f"lengths, Poisson, exact prediction, {scale.requests} requests",
             "two tiers": "as in tiers: interactive requests are worth 4 batch ones",
             "zero prices": "the same policy with every price forced to zero; for ours that also "

