@@ -1,6 +1,7 @@
 """3 controller: pure. What the shell, the simulator and the tests may use is listed here."""
 
 from service.control.config import (
+    AffinityConfig,
     ControlConfig,
     HandoffConfig,
     Kernel,
@@ -21,6 +22,7 @@ from service.control.events import (
     Prefill,
     Prefilled,
     PrefillFailed,
+    Prefix,
     Progressed,
     Refusal,
     Refuse,
@@ -38,9 +40,11 @@ from service.control.events import (
 )
 from service.control.prices import PriceProblem, PriceSolution
 from service.control.router import Router
-from service.control.stats import PrefillStats, RouterStats, WorkerStats
+from service.control.stats import AffinityStats, PrefillStats, RouterStats, WorkerStats
 
 __all__ = [
+    "AffinityConfig",
+    "AffinityStats",
     "Arrived",
     "Command",
     "ControlConfig",
@@ -55,6 +59,7 @@ __all__ = [
     "PrefillFailed",
     "PrefillStats",
     "Prefilled",
+    "Prefix",
     "PriceConfig",
     "PriceProblem",
     "PriceSolution",

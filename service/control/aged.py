@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.control.assign import Candidates, admit_balanced
+from service.control.assign import Candidates, admit_balanced, preferred
 from service.control.columns import Columns, IntArray
 from service.control.room import Room
 from service.control.view import Pair, View
@@ -59,6 +59,10 @@ class AgedStarts:
             if fits.any():
                 free = room.residual.batch[:, 0] / view.fleet.batch_limit[room.workers]
                 worker = int(np.argmax(np.where(fits, free, -np.inf)))
+                if room.sway is not None and view.cached is not None:
+                    view.cached.unswayed[row] = int(room.workers[worker])
+                    worker = preferred(np.where(fits, room.sway.reward[row], -np.inf), free)
+                    room.sway.started(worker)
                 room.start(columns, row, worker)
                 pairs.append((row, int(room.workers[worker])))
             elif reserved < RESERVATIONS_MAX:

@@ -28,6 +28,8 @@ class Candidates:
         arrival_order: (n,) rank by arrival; breaks ties between equal margins.
         floor: only margins strictly above it are admitted; Algorithm 1 has 0.
         most: how many may be admitted.
+        toll: (n, g) what a pair's margin is less after each start of this pass on its worker, or
+            None for nothing; only `admit_balanced` takes it.
     """
 
     columns: Columns
@@ -35,6 +37,7 @@ class Candidates:
     arrival_order: IntArray
     floor: float = 0.0
     most: int = NO_LIMIT
+    toll: FloatArray | None = None
 
 
 def by_decreasing(score: FloatArray, *ties: IntArray) -> Iterator[IntArray]:
@@ -127,6 +130,8 @@ def admit_balanced(
             )
             residual.subtract(candidates.columns, row, worker)
             admitted.append((row, worker))
+            if candidates.toll is not None:
+                margin[:, worker] -= candidates.toll[rows, worker]
             if len(admitted) >= candidates.most or not (usable & residual.has_slot()).any():
                 return admitted
             fits[: at + 1] = False

@@ -48,6 +48,27 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """By what a prompt's beginning is known again, on any worker.
+
+    Attributes:
+        hashes: of its chunks from the head on, each including all before it and whatever else
+            decides about sharing (model, adapter, cache salt).
+        ends: prompt tokens up to the end of each chunk, increasing.
+        session: hash of the client's name for the conversation; 0 for none.
+    """
+
+    hashes: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    session: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse chunks without an end."""
+        if len(self.hashes) != len(self.ends):
+            raise ValueError("a prefix needs as many ends as hashes")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One request for decoding, as the controller sees it.
@@ -72,6 +93,7 @@ class Request:
         streams: whether tokens are seen one by one (else progress is extrapolated).
         pinned_worker: the only worker that can serve it (it holds the state), or "".
         whole: one worker must do all of it; else a prefill worker may compute the prompt.
+        prefix: by what its prompt's beginning is known again; None where it is too short for that.
     """
 
     request_id: str
@@ -92,6 +114,7 @@ class Request:
     streams: bool = True
     pinned_worker: str = ""
     whole: bool = False
+    prefix: Prefix | None = None
 
     def __post_init__(self) -> None:
         """Refuse values no request can have."""
@@ -153,6 +176,8 @@ class WorkerReport:
         preemptions_total: engine counter; falls when the engine restarted.
         models: names served now.
         restarted: counters went down since the last report.
+        prefix_queries: prompt tokens looked up in the prefix cache since the last report.
+        prefix_hits: of these, found there.
     """
 
     running: int | None = None
@@ -166,6 +191,8 @@ class WorkerReport:
     preemptions_total: int | None = None
     models: frozenset[str] | None = None
     restarted: bool = False
+    prefix_queries: int | None = None
+    prefix_hits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from service.control.published import kv_scale, scarcity
 from service.control.rate import RateShift
 from service.control.reward import StartTimes, largest_reward, start_reward
 from service.control.room import Room
+from service.control.sway import sway, unswayed
 from service.control.tiers import TIERS_MAX, SeenArrivals, startable, tiers
 from service.control.view import Pair, View
 
@@ -86,6 +87,7 @@ class ForwardLp:
         if alone is not None:
             return [alone]
         room = Room(view, workers)
+        room.sway = sway(view, self._config, workers, self._normalizer())
         self._aged.forget_all_but(view.waiting.order[aged])
         pairs = self._start_overdue(view, columns, room, tier)
         gone = {row for row, _ in pairs}
@@ -135,15 +137,24 @@ class ForwardLp:
         columns = asking.columns.take(rows)
         margin = asking.rewards[rows, None] - self._cost(view, columns, room.workers)
         allowed = view.waiting.allowed(room.workers)[rows]
+        liking = 1.0 / view.fleet.batch_limit[room.workers]
+        plain, free, toll = margin, room.residual.batch[:, 0].copy(), None
+        if room.sway is not None:
+            margin, toll = margin + room.sway.reward[rows], room.sway.toll[rows]
         candidates = Candidates(
             columns,
             np.where(allowed, margin, -np.inf),
             view.waiting.order[rows],
             floor=-np.inf,
             most=asking.most,
+            toll=toll,
         )
-        liking = 1.0 / view.fleet.batch_limit[room.workers]
         started = admit_balanced(candidates, room.residual, liking)
+        if room.sway is not None and view.cached is not None:
+            without = unswayed(started, np.where(allowed, plain, -np.inf), liking, free)
+            for (row, worker), other in zip(started, without, strict=True):
+                room.sway.started(worker)
+                view.cached.unswayed[int(rows[row])] = int(room.workers[other])
         return [(int(rows[row]), int(room.workers[worker])) for row, worker in started]
 
     def _start_alone(
@@ -164,7 +175,13 @@ class ForwardLp:
         if not allowed.any():
             return None
         margin = np.where(allowed, rewards[0] - self._cost(view, columns, workers)[0], -np.inf)
-        worker = int(workers[preferred(margin, (1.0 / view.fleet.batch_limit[workers]) * free)])
+        liking = (1.0 / view.fleet.batch_limit[workers]) * free
+        worker = int(workers[preferred(margin, liking)])
+        if view.cached is not None:
+            view.cached.unswayed[0] = worker
+            swayed = sway(view, self._config, workers, self._normalizer())
+            if swayed is not None:
+                worker = int(workers[preferred(margin + swayed.reward[0], liking)])
         spare = float(view.fleet.block_tokens[worker]) + view.horizon.bucket_iterations + 1.0
         one = float(columns.footprint[0] + columns.steps[0] + spare)
         held = view.kv_ceiling_tokens(worker, spare)

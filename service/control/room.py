@@ -14,6 +14,7 @@ from service.control.residual import Residual
 
 if TYPE_CHECKING:
     from service.control.columns import BoolArray, Columns, IntArray
+    from service.control.sway import Sway
     from service.control.view import View
 
 
@@ -29,11 +30,13 @@ class Room:
     Attributes:
         workers: (w,) the open workers.
         residual: theirs; its row w is worker workers[w].
+        sway: (n, w) reward for what they have cached of each waiting prompt, or None for nothing.
     """
 
     def __init__(self, view: View, workers: IntArray) -> None:
         self.workers = workers
         self.residual = working_residual(view, workers)
+        self.sway: Sway | None = None
         self._view = view
         self._started: list[tuple[int, int]] = []
         self._fleet: Residual | None = None

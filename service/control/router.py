@@ -10,6 +10,7 @@ from typing import assert_never
 
 import numpy as np
 
+from service.control.affinity import Affinity
 from service.control.baselines import CentralFcfs
 from service.control.columns import FloatArray
 from service.control.config import ControlConfig, PolicyName, taken_live
@@ -67,7 +68,8 @@ class Router:
             config.decode_tokens_default, config.decode_quantile
         )
         self._fleet = FleetState(config.handoff, config.slow_start_s)
-        self._waiting = WaitingRoom()
+        self._affinity = Affinity(self._fleet, config.affinity.weight)
+        self._waiting = WaitingRoom(self._affinity)
         self._handoff = Handoff(config.handoff, self._fleet, self._waiting)
         self._ledger = Ledger(self._predictor)
         self._tenants = Tenants(config.tenants)
@@ -98,6 +100,7 @@ class Router:
                 return self._arrive(request)
             case FirstToken(request_id):
                 self._ledger.progress({request_id: 1})
+                self._affinity.computed(request_id)
                 self._fleet.prefill.fetched(request_id)
             case Progressed(decode_tokens):
                 self._ledger.progress(decode_tokens)
@@ -182,6 +185,7 @@ class Router:
         self._config, alike = taken_live(self._config, config)
         if not alike:
             self._policy, self._natural = make_policy(self._config), None
+        self._affinity.on = self._config.affinity.weight > 0
 
     @property
     def fallbacks(self) -> tuple[int, str]:
@@ -221,6 +225,7 @@ class Router:
                 now_s,
             ),
             prefillers=self._fleet.prefill.stats(),
+            affinity=self._affinity.stats(),
         )
 
     @property
@@ -297,6 +302,7 @@ class Router:
         entry, worker = self._handoff.take(request_id), -1
         if entry is None:
             entry, worker, _ = self._ledger.end(request_id)
+            self._affinity.computed(request_id)
             self._tenants.end(entry, 0, now_s)
         if worker >= 0:
             worker_id = worker_id or self._fleet.workers[worker].spec.worker_id
@@ -326,12 +332,14 @@ class Router:
             self._waiting.remove(request_id)
         elif self._handoff.take(request_id) is None:
             entry, worker, seen = self._ledger.end(request_id)
+            self._affinity.computed(request_id)
             if worker >= 0:
                 self._fleet.own_end(worker, entry.sequences, now_s)
             tokens = seen if decode_tokens is None else decode_tokens
             self._tenants.end(entry, tokens, now_s)
             if outcome is Outcome.COMPLETED:
                 self._predictor.observe(entry.request, tokens)
+                self._affinity.answered(entry.request, worker, tokens)
         self._counters.ended[outcome] += 1
 
     def _follow_worker(
@@ -347,9 +355,12 @@ class Router:
                 self._fleet.join(spec, state)
             case WorkerChanged(worker_id, state):
                 self._fleet.change(worker_id, state, now_s)
+                if state is WorkerState.DOWN:
+                    self._affinity.forget(worker_id)
             case WorkerReported(worker_id, report, reported_at_s):
                 own = self._ledger.own_load(self._fleet.index[worker_id])
                 self._fleet.report(worker_id, report, own, reported_at_s)
+                self._affinity.take(worker_id, report)
             case WorkerGone(worker_id):
                 self._ledger.drop_worker(self._fleet.remove(worker_id))
             case _:
@@ -411,15 +422,16 @@ class Router:
             return checked(self._fallback.decide(view), view)
 
     def _start(self, pairs: list[Pair], now_s: float) -> list[Command]:
-        ids = [(self._waiting.ids[row], worker) for row, worker in pairs]
+        ids = [(self._waiting.ids[row], worker, row) for row, worker in pairs]
         commands: list[Command] = []
-        for request_id, worker in ids:
+        for request_id, worker, row in ids:
             first = self._handoff.assign(self._waiting.entries[request_id], worker, now_s)
             if first is None:
                 continue
             entry = self._waiting.remove(request_id)
             self._tenants.start(entry, self._fleet, now_s)
             self._ledger.start(entry, worker, now_s, first.ready_s)
+            self._affinity.start(entry.request, worker, row)
             self._counters.starts += 1
             worker_id = self._fleet.workers[worker].spec.worker_id
             commands.append(Start(request_id, worker_id, first.prefill_id, first.handed))

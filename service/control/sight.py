@@ -85,6 +85,7 @@ class Sight:
             occupancy=occupancy,
             kv_ceiling_tokens=kv_ceiling_tokens,
             arrivals_per_s=arrivals_per_s,
+            cached=self.waiting.cached(),
         )
 
 

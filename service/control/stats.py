@@ -75,6 +75,31 @@ class TenantStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AffinityStats:
+    """Prefix caches as guessed and as the engines count; by worker where a dict.
+
+    Attributes:
+        prompt_tokens: of started prompts that have a prefix to be known by, since the start.
+        hit_tokens: of these, guessed to be cached where they were started.
+        hit_tokens_unswayed: guessed to be cached where they would have gone without the reward.
+        held_tokens: prompt tokens guessed to be in the cache.
+        queries, hits: prompt tokens that the engine looked up and found, since it joined.
+        observed, guessed: hit rates of late, the engine's and ours before correction.
+        correction: what guesses are multiplied by.
+    """
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    hit_tokens_unswayed: int = 0
+    held_tokens: dict[str, int] = field(default_factory=dict)
+    queries: dict[str, int] = field(default_factory=dict)
+    hits: dict[str, int] = field(default_factory=dict)
+    observed: dict[str, float] = field(default_factory=dict)
+    guessed: dict[str, float] = field(default_factory=dict)
+    correction: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStats:
     """Counters since start and the state now; entered == waiting + running + ended + refused.
 
@@ -112,6 +137,7 @@ class RouterStats:
     rate_falls: int = 0
     workers: tuple[WorkerStats, ...] = field(default=())
     prefillers: tuple[PrefillStats, ...] = field(default=())
+    affinity: AffinityStats = field(default_factory=AffinityStats)
 
 
 @dataclass(slots=True)

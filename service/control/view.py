@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from service.control.affinity import Cached
 from service.control.columns import (
     BoolArray,
     Columns,
@@ -104,6 +105,7 @@ class View:
             included, given what rounding may add to a sequence; infinity when that cannot be told
             cheaply.
         arrivals_per_s: measured arrival rate.
+        cached: what workers hold of the waiting prompts; None where no prompt can be known again.
     """
 
     now_s: float
@@ -114,6 +116,7 @@ class View:
     occupancy: Callable[[Horizon, float, IntArray | None], Usage]
     kv_ceiling_tokens: Callable[[int, float], float]
     arrivals_per_s: float
+    cached: Cached | None = None
 
     def columns(self, start: float = 0.0) -> Columns:
         """(n,) columns of starting each waiting request now (worker left at 0)."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from service.control.affinity import Affinity, Cached
 from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.events import Request
 from service.control.fleet_state import FleetState, Limits, Shapes
@@ -197,8 +198,9 @@ class Kinds:
 class WaitingRoom:
     """Waiting requests by id, and their numbers as arrays."""
 
-    def __init__(self) -> None:
+    def __init__(self, affinity: Affinity) -> None:
         self.entries: dict[str, Entry] = {}
+        self._affinity = affinity
         self._table = Table(
             arrival_s=np.float64,
             order=np.int64,
@@ -212,6 +214,7 @@ class WaitingRoom:
             expires_s=np.float64,
             kind=np.int64,
             tenant=np.int64,
+            prefix=np.int64,
         )
         self._kinds = Kinds()
         self._avoiding: set[str] = set()
@@ -246,6 +249,7 @@ class WaitingRoom:
             expires_s=entry.expires_s,
             kind=self._enter_kind(entry),
             tenant=entry.tenant,
+            prefix=self._affinity.enter(request),
         )
         if entry.avoid:
             self._avoiding.add(request.request_id)
@@ -254,6 +258,7 @@ class WaitingRoom:
         """Let a request out."""
         held = self._table.remove(request_id)
         self._kinds.leave(int(held["kind"]))
+        self._affinity.leave(int(held["prefix"]))
         self._avoiding.discard(request_id)
         return self.entries.pop(request_id)
 
@@ -329,6 +334,10 @@ class WaitingRoom:
     def tenants(self) -> IntArray:
         """(n,) where each request's tenant is counted; a view."""
         return self._table["tenant"]
+
+    def cached(self) -> Cached | None:
+        """What workers are believed to hold of the waiting prompts."""
+        return self._affinity.show(self._table["prefix"])
 
     def arrays(self, fleet: FleetState, discount: FloatArray, *, prefill_open: bool) -> Waiting:
         """What a policy sees of the waiting requests, and of their tenants' (n,) discounts."""
