@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from loadgen.simulation_records import SimulationResult
 from loadgen.simulator import simulate
 from loadgen.trace_record import TraceRequest
 from loadgen.true_jsq import TRUE_JSQ, TrueJsq
-from service.control.config import ControlConfig, PolicyName, PriceConfig, Variant
+from service.control.config import ControlConfig, PolicyName, PriceConfig, TenantConfig, Variant
 from service.mock.profiles import PROFILES
 
 POLICIES = [*(policy.value for policy in PolicyName), "online_lp_published", TRUE_JSQ]
@@ -29,6 +31,7 @@ requests_strategy = st.lists(
         decode_tokens=st.integers(1, 60),
         decode_tokens_hint=st.none() | st.integers(1, 60),
         value=st.sampled_from((0.5, 1.0, 4.0)),
+        tenant=st.sampled_from(("", "a", "b")),
     ),
     min_size=1,
     max_size=25,
@@ -54,6 +57,20 @@ telemetry_strategy = st.builds(
 
 
 @st.composite
+def outages_of(draw: st.DrawFn, worker_id: str) -> list[Outage]:
+    """Up to two failures of one worker, one after the other; the last may be for good."""
+    found, free_s = [], 0.0
+    for _ in range(draw(st.sampled_from((0, 0, 1, 2)))):
+        down_s = free_s + draw(st.floats(0, 1))
+        up_s = down_s + draw(st.just(math.inf) | st.floats(0.01, 1))
+        found.append(Outage(worker_id=worker_id, down_s=down_s, up_s=up_s))
+        if math.isinf(up_s):
+            break
+        free_s = up_s + 0.01
+    return found
+
+
+@st.composite
 def configs(draw: st.DrawFn, policy: str) -> SimulationConfig:
     drawn = draw(st.lists(worker_strategy, min_size=1, max_size=3))
     workers = tuple(
@@ -67,11 +84,7 @@ def configs(draw: st.DrawFn, policy: str) -> SimulationConfig:
         )
         for i, w in enumerate(drawn)
     )
-    outages = ()
-    if draw(st.booleans()):
-        down_s = draw(st.floats(0, 2))
-        up_s = draw(st.just(math.inf) | st.floats(down_s + 0.01, down_s + 1))
-        outages = (Outage(worker_id="w0", down_s=down_s, up_s=up_s),)
+    outages = tuple(outage for worker in workers for outage in draw(outages_of(worker.worker_id)))
     published = policy == "online_lp_published"
     known = policy if policy in set(PolicyName) else "online_lp"
     control = ControlConfig(
@@ -81,6 +94,8 @@ def configs(draw: st.DrawFn, policy: str) -> SimulationConfig:
         queue_max=draw(st.sampled_from((3, 100))),
         max_wait_s=draw(st.sampled_from((0.3, 100.0))),
         no_worker_hold_s=0.4,
+        decode_quantile=draw(st.sampled_from((0.0, 0.9))),
+        tenants=TenantConfig(weights=draw(st.sampled_from(("", "a=3,*=1")))),
     )
     return SimulationConfig(
         workers=workers,
@@ -154,3 +169,20 @@ def check_router(result: SimulationResult) -> None:
     for end in End:
         assert ends[end] == sum(request.outcome is end for request in result.requests)
     assert (router.fallback_ticks, router.last_fault) == (0, "")
+
+
+@pytest.mark.parametrize("policy", ["online_lp", "online_lp_published", "power_of_two"])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), requests=requests_strategy)
+def test_failures_stale_news_and_unequal_fleets_repeat_byte_for_byte(
+    policy: str, data: st.DataObject, requests: list[TraceRequest]
+) -> None:
+    config = data.draw(configs(policy))
+    written = [
+        (
+            orjson.dumps(result.summary()),
+            orjson.dumps([asdict(record) for record in result.outcome_records()]),
+        )
+        for result in (simulate(requests, config) for _ in range(2))
+    ]
+    assert written[0] == written[1]
