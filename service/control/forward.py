@@ -30,9 +30,9 @@ from service.control.columns import (
 )
 from service.control.config import ControlConfig
 from service.control.prices import History, PriceProblem, PriceSolution
+from service.control.pricing import expected_arrivals, mean_prices, normalizer, waiting_reward
 from service.control.published import kv_scale, scarcity
 from service.control.rate import RateShift
-from service.control.reward import StartTimes, largest_reward, start_reward
 from service.control.room import Room
 from service.control.sway import sway, unswayed
 from service.control.tiers import TIERS_MAX, SeenArrivals, startable, tiers
@@ -208,7 +208,7 @@ class ForwardLp:
         scale = kv_scale(view.fleet.kv_capacity_tokens)
         return PriceProblem(
             horizon=view.horizon,
-            scarcity=scarcity(residual, self.expected_arrivals(view), scale),
+            scarcity=scarcity(residual, expected_arrivals(view), scale),
             columns=retimed,
             rewards=rewards,
             warm=self._prices(view),
@@ -220,7 +220,7 @@ class ForwardLp:
             seed=self._config.seed + self._refreshes,
             origin=0,
             worker_ids=view.fleet.worker_ids,
-            normalizer=self._normalizer(),
+            normalizer=normalizer(self._config),
             kv_scale=scale,
         )
 
@@ -235,16 +235,7 @@ class ForwardLp:
 
     def natural_prices(self, worker_ids: tuple[str, ...]) -> tuple[FloatArray, FloatArray]:
         """(g,) price of one batch slot and of one KV token for one iteration, mean over buckets."""
-        if self._solution is None or self._solution.worker_ids != worker_ids:
-            return np.zeros(len(worker_ids)), np.zeros(len(worker_ids))
-        natural = self._solution.natural()
-        q = self._config.bucket_iterations
-        return natural.batch.mean(axis=1) / q, natural.kv.mean(axis=1) / q
-
-    def expected_arrivals(self, view: View) -> float:
-        """n^_remain: arrivals over the look-ahead at the measured rate, plus those waiting."""
-        left_s = view.horizon.iterations * float(view.fleet.iteration_s.mean())
-        return view.arrivals_per_s * left_s + len(view.waiting)
+        return mean_prices(self._solution, worker_ids, self._config.bucket_iterations)
 
     def _cost(self, view: View, columns: Columns, workers: IntArray) -> FloatArray:
         """(n, w) cost of starting each column on some workers; prices are summed once."""
@@ -268,23 +259,11 @@ class ForwardLp:
     def _rewards(self, view: View) -> FloatArray:
         """(n,) normalised rewards of starting now."""
         pace_s = float(view.fleet.iteration_s.mean()) if len(view.fleet) else 1.0
-        weights = self._config.weights
-        ttft_s, e2e_s = view.waiting.ttft_bound_s, view.waiting.e2e_bound_s
-        ttft_bound_s = np.where(np.isnan(ttft_s), weights.ttft_bound_s, ttft_s)
-        e2e_bound_s = np.where(np.isnan(e2e_s), weights.e2e_bound_s, e2e_s)
-        times = StartTimes(
-            waited=(view.now_s - view.waiting.arrival_s) / pace_s,
-            decode_tokens=view.waiting.decode_tokens,
-            left=float(view.horizon.iterations),
-            e2e_bound=e2e_bound_s / pace_s,
-            ttft_bound=ttft_bound_s / pace_s,
-        )
+        waited = (view.now_s - view.waiting.arrival_s) / pace_s
         value = view.waiting.value * view.waiting.discount
-        return value * start_reward(weights, times) / self._normalizer()
-
-    def _normalizer(self) -> float:
-        chosen = self._config.prices.reward_normalizer
-        return chosen or largest_reward(self._config.weights, self._config.horizon_iterations)
+        left = float(view.horizon.iterations)
+        reward = waiting_reward(view, self._config.weights, waited, left, pace_s)
+        return value * reward / normalizer(self._config)
 
     def _prices(self, view: View) -> Usage:
         solution = self._solution

@@ -16,8 +16,8 @@ from service.control.assign import Candidates, admit
 from service.control.columns import Columns, FloatArray, Horizon, PrefixPrices, Usage, total_usage
 from service.control.config import ControlConfig
 from service.control.prices import History, PriceProblem, PriceSolution
+from service.control.pricing import expected_arrivals, mean_prices, normalizer, waiting_reward
 from service.control.rate import RateShift
-from service.control.reward import StartTimes, largest_reward, start_reward
 from service.control.room import working_residual
 from service.control.view import Pair, View
 
@@ -114,7 +114,7 @@ class PublishedLp:
         settings = self._config.prices
         return PriceProblem(
             horizon=moment.priced,
-            scarcity=scarcity(self._residual(view, moment), self.expected_arrivals(view), scale),
+            scarcity=scarcity(self._residual(view, moment), expected_arrivals(view), scale),
             columns=columns,
             rewards=rewards,
             warm=self._prices(view, moment),
@@ -126,7 +126,7 @@ class PublishedLp:
             seed=self._config.seed + self._refreshes,
             origin=moment.first,
             worker_ids=view.fleet.worker_ids,
-            normalizer=self._normalizer(view),
+            normalizer=normalizer(self._config),
             kv_scale=scale,
         )
 
@@ -145,16 +145,7 @@ class PublishedLp:
 
     def natural_prices(self, worker_ids: tuple[str, ...]) -> tuple[FloatArray, FloatArray]:
         """(g,) price of one batch slot and of one KV token for one iteration, mean over buckets."""
-        if self._solution is None or self._solution.worker_ids != worker_ids:
-            return np.zeros(len(worker_ids)), np.zeros(len(worker_ids))
-        natural = self._solution.natural()
-        q = self._config.bucket_iterations
-        return natural.batch.mean(axis=1) / q, natural.kv.mean(axis=1) / q
-
-    def expected_arrivals(self, view: View) -> float:
-        """n^_remain: measured arrival rate x seconds left in the look-ahead, plus those waiting."""
-        left_s = view.horizon.iterations * float(view.fleet.iteration_s.mean())
-        return view.arrivals_per_s * left_s + len(view.waiting)
+        return mean_prices(self._solution, worker_ids, self._config.bucket_iterations)
 
     def _follow_fleet(self, view: View) -> None:
         """Recorded columns name workers by index: a changed fleet makes them meaningless."""
@@ -249,23 +240,11 @@ class PublishedLp:
     def _rewards(self, view: View, moment: _Moment) -> FloatArray:
         """(n,) r^norm = min(r / normalizer, 1) ([OLP] B.2)."""
         pace_s = float(view.fleet.iteration_s.mean())
-        weights = self._config.weights
-        ttft_s, e2e_s = view.waiting.ttft_bound_s, view.waiting.e2e_bound_s
-        ttft_bound_s = np.where(np.isnan(ttft_s), weights.ttft_bound_s, ttft_s)
-        e2e_bound_s = np.where(np.isnan(e2e_s), weights.e2e_bound_s, e2e_s)
-        times = StartTimes(
-            waited=np.floor((view.now_s - view.waiting.arrival_s) / pace_s + 1e-9),
-            decode_tokens=view.waiting.decode_tokens,
-            left=self._left(moment),
-            e2e_bound=e2e_bound_s / pace_s,
-            ttft_bound=ttft_bound_s / pace_s,
+        waited = np.floor((view.now_s - view.waiting.arrival_s) / pace_s + 1e-9)
+        reward = view.waiting.value * waiting_reward(
+            view, self._config.weights, waited, self._left(moment), pace_s
         )
-        reward = view.waiting.value * start_reward(weights, times)
-        return np.minimum(reward / self._normalizer(view), 1.0)
-
-    def _normalizer(self, view: View) -> float:
-        chosen = self._config.prices.reward_normalizer
-        return chosen or largest_reward(self._config.weights, self._config.horizon_iterations)
+        return np.minimum(reward / normalizer(self._config), 1.0)
 
     def _prices(self, view: View, moment: _Moment) -> Usage:
         """The current prices on the priced slots; new ones are free."""
