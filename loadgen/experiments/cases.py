@@ -83,6 +83,7 @@ def run_case(case: Case) -> Measured:
     offered = {
         "offered_load": offered_load(requests, case.workers),
         "offered_kv_load": offered_kv_load(requests, case.workers),
+        "mean_prompt_tokens": sum(r.prompt_tokens for r in requests) / len(requests),
         "mean_decode_tokens": sum(r.decode_tokens for r in requests) / len(requests),
         "mean_kv_iterations": sum(kv_iterations(r) for r in requests) / len(requests),
     }
