@@ -87,7 +87,7 @@ class ForwardLp:
         if alone is not None:
             return [alone]
         room = Room(view, workers)
-        room.sway = sway(view, self._config, workers, self._normalizer())
+        room.sway = sway(view, self._config, workers, normalizer(self._config))
         self._aged.forget_all_but(view.waiting.order[aged])
         pairs = self._start_overdue(view, columns, room, tier)
         gone = {row for row, _ in pairs}
@@ -179,7 +179,7 @@ class ForwardLp:
         worker = int(workers[preferred(margin, liking)])
         if view.cached is not None:
             view.cached.unswayed[0] = worker
-            swayed = sway(view, self._config, workers, self._normalizer())
+            swayed = sway(view, self._config, workers, normalizer(self._config))
             if swayed is not None:
                 worker = int(workers[preferred(margin + swayed.reward[0], liking)])
         spare = float(view.fleet.block_tokens[worker]) + view.horizon.bucket_iterations + 1.0
