@@ -43,6 +43,8 @@ from service.routes import answer_unknown_paths, routes, with_aliases
 from service.settings import MockConfig, Settings
 from service.settings_text import SettingsError
 from service.telemetry import Sources, Telemetry
+from service.trace import NoTracer, Tracer
+from service.tracing_config import TracingConfig
 from service.worker_config import WorkerConfig
 from service.worker_link import WorkerTransport, make_client
 
@@ -134,6 +136,7 @@ def assemble(settings: Settings, rereading: Rereading | None = None) -> Service:
         inside=parts.inside,
         config=lambda: apply.settings.edge,
         log=parts.log,
+        tracer=parts.tracer,
     )
     return Service(app=app, queue=parts.queue, light=parts.light, inside=parts.inside)
 
@@ -154,6 +157,7 @@ class _Parts:
     forwarder: Forwarder
     door: Door
     inside: Inside
+    tracer: Tracer
 
 
 def _build_parts(settings: Settings) -> _Parts:
@@ -204,7 +208,17 @@ def _build_parts(settings: Settings) -> _Parts:
         forwarder=forwarder,
         door=Door(),
         inside=Inside(settings.edge),
+        tracer=_make_tracer(settings.tracing),
     )
+
+
+def _make_tracer(config: TracingConfig) -> Tracer:
+    """Load the tracing library only where spans are wanted."""
+    if not config.enabled:
+        return NoTracer()
+    from service.spans import make_tracer
+
+    return make_tracer(config)
 
 
 def _running(queue: CentralQueue, light: LightPath) -> dict[str, int]:
@@ -265,6 +279,7 @@ def _tell(parts: _Parts, reloader: Reloader | None) -> None:
             handoffs=lambda: dict(parts.forwarder.handoffs),
             refresh_failures=lambda: parts.refresher.failures,
             bytes_held=lambda: parts.inside.bytes.held,
+            spans=parts.tracer.spans,
         )
     )
     parts.telemetry.registry.register(
@@ -322,6 +337,7 @@ def _lifespan(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(mocks)
+            stack.push_async_callback(parts.tracer.aclose)
             stack.push_async_callback(parts.crew.aclose)
             stack.push_async_callback(parts.client.aclose)
             async with asyncio.TaskGroup() as group:

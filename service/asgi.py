@@ -28,8 +28,10 @@ class Place(Protocol):
         first_token_s: when the first output token was seen, on the loop's clock, or None.
         decode_tokens: output tokens of all its sequences, or None.
         outcome: how it ends if nothing is raised.
+        prices: of a batch slot and of a KV token there, when it was started.
     """
 
+    prices: tuple[float, float]
     worker_id: str
     prefill_id: str
     starts: int

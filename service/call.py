@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from service.control.events import Outcome
 from service.headers import RawHeaders
 from service.surface import Api
+from service.trace import RELAY, Trace, Untraced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,8 @@ class Call:
         body: as sent; parts that come as they come can be sent only once.
         method: HTTP method.
         api: format of request and answer.
+        leg: name of its span.
+        trace: told how far it is.
         deadline_s: when the answer is worth nothing any more, on the loop's clock, or None.
     """
 
@@ -30,6 +33,8 @@ class Call:
     method: str = "POST"
     api: Api = Api.TEXT
     deadline_s: float | None = None
+    leg: str = RELAY
+    trace: Trace = field(default_factory=Untraced)
 
 
 class Place(Protocol):

@@ -33,6 +33,7 @@ from service.merged_tokens import MergedTokens
 from service.pace import Pace
 from service.placement import Placement
 from service.queue_stats import QueueStats
+from service.trace import Untraced
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from service.control.prices import PriceProblem, PriceSolution
     from service.control.router import Router
     from service.queue_stats import QueueConfig
+    from service.trace import Trace
 
 TICK_RETRY_S: Final = 0.1
 
@@ -90,6 +92,7 @@ class CentralQueue:
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._not_before_s = -math.inf
+        self._decides_since_s = 0.0
         self._draining = False
         self._ticking = True
         self._tick_errors = 0
@@ -100,7 +103,7 @@ class CentralQueue:
         self._refused_at_door = 0
 
     @asynccontextmanager
-    async def place(self, request: Request) -> AsyncIterator[Placement]:
+    async def place(self, request: Request, trace: Trace | None = None) -> AsyncIterator[Placement]:
         """Wait for a start, hold it for the block, and end the request exactly once.
 
         The request id is replaced by one of our own, as clients may repeat theirs. Leaving the
@@ -111,7 +114,7 @@ class CentralQueue:
         Raises:
             RefusedError: the router turned the request away, which ends it as refused.
         """
-        placement = self._enter(request)
+        placement = self._enter(request, trace or Untraced())
         try:
             await placement.start()
             yield placement
@@ -217,21 +220,24 @@ class CentralQueue:
         now_s = asyncio.get_running_loop().time()
         return self._pace.retry_after_s(self._router.waiting, now_s)
 
-    def price(self, request: Request, worker_id: str) -> float:
-        """What a request costs at a worker now: its slots and its prompt's KV for one iteration."""
-        slot, kv_token = self._router.prices_of(worker_id)
-        return request.sequences * (slot + request.prompt_tokens * kv_token)
+    def prices_of(self, worker_id: str) -> tuple[float, float]:
+        """Price of a batch slot and of a KV token at a worker now, for one iteration."""
+        return self._router.prices_of(worker_id)
+
+    def decided_for_s(self) -> float:
+        """For how long the decision in progress has been going on."""
+        return self.stopwatch() - self._decides_since_s
 
     def new_turn(self) -> asyncio.Future[Command]:
         """A future the next command for a placement resolves."""
         return asyncio.get_running_loop().create_future()
 
-    def _enter(self, request: Request) -> Placement:
+    def _enter(self, request: Request, trace: Trace) -> Placement:
         if self._draining:
             self._refused_at_door += 1
             raise RefusedError(Refusal.DRAINING, "bidgate is shutting down")
         request = replace(request, request_id=f"r{next(self._ids)}")
-        placement = Placement(self, request)
+        placement = Placement(self, request, trace)
         self._held[request.request_id] = placement
         try:
             self._book(Arrived(request))
@@ -242,6 +248,7 @@ class CentralQueue:
 
     def _book(self, event: Event) -> None:
         """Tell the router, obey its word, and decide soon."""
+        self._decides_since_s = self.stopwatch()
         now_s = asyncio.get_running_loop().time()
         try:
             commands = self._router.handle(event, now_s)
@@ -285,7 +292,7 @@ class CentralQueue:
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         self.close()
-        began_s = self.stopwatch()
+        self._decides_since_s = began_s = self.stopwatch()
         fault: Exception | None = None
         try:
             next_s = self._decide(loop.time())

@@ -48,6 +48,7 @@ from service.request_record import RequestRecord
 from service.secrets import Secret
 from service.surface import Api, Route, find_route
 from service.telemetry import Telemetry
+from service.trace import Trace, Tracer
 from service.uploads import BodyBounds
 
 REQUEST_ID_CHARS_MAX: Final = 128
@@ -205,6 +206,7 @@ class Edge:
         inside: Inside,
         config: Callable[[], EdgeConfig],
         log: FilteringBoundLogger,
+        tracer: Tracer,
     ) -> None:
         self._app = app
         self._ways = ways
@@ -213,6 +215,7 @@ class Edge:
         self._inside = inside
         self._config = config
         self._log = log
+        self._tracer = tracer
         self._prefix = os.urandom(6).hex()
         self._count = itertools.count(1)
 
@@ -223,27 +226,32 @@ class Edge:
             return
         request_id = self._request_id(scope["headers"])
         route = find_route(scope["path"])
+        here = route.way is surface.Way.HERE
         reply = AsgiReply(send, request_id, tells=self._config().response_headers)
         reply.anthropic = route.api is Api.MESSAGES
         reply.names_events = route.api in (Api.MESSAGES, Api.RESPONSES)
         now_s = asyncio.get_running_loop().time()
-        limited = route.way is not surface.Way.HERE and scope["method"] == "POST"
+        limited = not here and scope["method"] == "POST"
         try:
             visit = self._door.admit(scope["path"], scope["headers"], now_s, limited=limited)
             self._check_method(scope["method"], route)
         except ClientError as error:
+            if not here:
+                self._note_refusal(scope, route, request_id, error)
             await reply.fail(error)
             return
-        if route.way is surface.Way.HERE:
+        if here:
             await self._app(scope, receive, with_request_id(send, request_id))
             return
+        trace = self._tracer.begin(scope["method"], route, scope["headers"])
         with visit, self._inside.bytes.claim() as claim:
             exchange = Exchange(
                 scope=scope,
                 receive=receive,
                 reply=reply,
                 route=route,
-                record=RequestRecord(request_id=request_id.decode(), path=scope["path"]),
+                record=_record(scope, request_id, trace),
+                trace=trace,
                 claim=claim,
                 arrival_s=now_s,
                 tenant=visit.tenant,
@@ -269,6 +277,7 @@ class Edge:
             now_s = asyncio.get_running_loop().time()
             _conclude(exchange, error, now_s)
             self._telemetry.observe_request(record)
+            exchange.trace.end(record)
             visit.spend(_tokens(record), now_s)
         if not isinstance(error, BidgateError) or isinstance(error, ClientGoneError):
             return
@@ -276,6 +285,16 @@ class Edge:
             await reply.break_off(error)
         else:
             await reply.fail(error)
+
+    def _note_refusal(
+        self, scope: Scope, route: Route, request_id: bytes, error: ClientError
+    ) -> None:
+        """Tell of a request that did not come in."""
+        trace = self._tracer.begin(scope["method"], route, scope["headers"])
+        record = _record(scope, request_id, trace)
+        record.status, record.reason, record.outcome = error.status, error.cause, "refused"
+        self._telemetry.observe_refusal(record)
+        trace.end(record)
 
     def _check_method(self, method: str, route: Route) -> None:
         if route.way is surface.Way.OPERATORS:
@@ -292,6 +311,13 @@ class Edge:
         return f"{self._prefix}-{next(self._count):x}".encode()
 
 
+def _record(scope: Scope, request_id: bytes, trace: Trace) -> RequestRecord:
+    """What is known about a request at first."""
+    return RequestRecord(
+        request_id=request_id.decode(), path=scope["path"], trace_id=trace.trace_id
+    )
+
+
 def _conclude(exchange: Exchange, error: BaseException | None, now_s: float) -> None:
     reply, record = exchange.reply, exchange.record
     placement = reply.placement
@@ -300,7 +326,9 @@ def _conclude(exchange: Exchange, error: BaseException | None, now_s: float) -> 
         record.worker = placement.worker_id
         record.prefill_worker = placement.prefill_id
         record.starts = placement.starts
-        record.queued_s = None if record.light else placement.queued_s
+        if not record.light:
+            record.queued_s, record.price = placement.queued_s, placement.price()
+            record.price_batch, record.price_kv = placement.prices
         record.decode_tokens = placement.decode_tokens
         record.outcome = placement.outcome
         if placement.first_token_s is not None:

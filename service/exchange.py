@@ -14,6 +14,7 @@ from service.headers import RawHeaders
 from service.hints import HeaderFacts, read_headers
 from service.request_record import RequestRecord
 from service.surface import Route
+from service.trace import Trace
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Exchange:
         record: what will be told about it.
         claim: bytes of its body in memory.
         arrival_s: when it was here as a whole, on the loop's clock; before, when it began.
+        trace: told how far it is.
         tenant: whom its API key stands for; "" when it does not say.
     """
 
@@ -36,6 +38,7 @@ class Exchange:
     record: RequestRecord
     claim: Claim
     arrival_s: float
+    trace: Trace
     tenant: str = ""
 
     def hints(self) -> HeaderFacts:

@@ -250,6 +250,7 @@ class Forwarder:
         if isinstance(content, bytes) and len(content) > WHOLE_BYTES_MAX:
             headers = [*headers, (b"content-length", str(len(content)).encode())]
             content = _in_parts(content)
+        headers = call.trace.sent(headers, worker_id, call.leg)
         request = httpx.Request(
             call.method,
             self._url(worker.url, call.path),
@@ -258,11 +259,15 @@ class Forwarder:
             extensions=self._extensions,
         )
         try:
-            return await self._transports[worker_id].handle_async_request(request)
+            response = await self._transports[worker_id].handle_async_request(request)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            call.trace.unanswered(error)
             raise WorkerUnreachableError(f"worker {worker_id} cannot be reached") from error
         except BROKEN as error:
+            call.trace.unanswered(error)
             raise WorkerBrokeError(f"worker {worker_id} dropped the request") from error
+        call.trace.answered(response.status_code)
+        return response
 
 
 async def _in_parts(body: bytes) -> AsyncIterator[bytes]:

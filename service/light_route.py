@@ -55,6 +55,7 @@ class LightRoute:
             deadline_s=(
                 None if hints.deadline_s is None else exchange.arrival_s + hints.deadline_s
             ),
+            trace=exchange.trace,
         )
         media = (first(exchange.headers, b"content-type") or b"").partition(b";")[0].strip().lower()
         if media == FORM:

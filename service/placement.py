@@ -21,6 +21,7 @@ from service.control.events import (
     Start,
 )
 from service.errors import RefusedError
+from service.trace import Trace
 
 
 class Desk(Protocol):
@@ -50,8 +51,11 @@ class Desk(Protocol):
     def retry_after_s(self) -> int:
         """When a refused client may try again."""
 
-    def price(self, request: Request, worker_id: str) -> float:
-        """What a request costs at a worker, in reward per decode iteration."""
+    def prices_of(self, worker_id: str) -> tuple[float, float]:
+        """Price of a batch slot and of a KV token at a worker, for one iteration."""
+
+    def decided_for_s(self) -> float:
+        """For how long the decision has been going on that gave the present command."""
 
 
 class Placement:
@@ -68,9 +72,10 @@ class Placement:
         first_token_s: when the first output token was seen, or None.
         decode_tokens: output tokens of all its sequences seen so far, or None.
         outcome: how it will end if the block is left without an exception.
+        prices: of a batch slot and of a KV token where it was started last, when it was.
     """
 
-    def __init__(self, desk: Desk, request: Request) -> None:
+    def __init__(self, desk: Desk, request: Request, trace: Trace) -> None:
         self.request = request
         self.worker_id = ""
         self.prefill_id = ""
@@ -81,7 +86,9 @@ class Placement:
         self.decode_tokens: int | None = None
         self.outcome = Outcome.COMPLETED
         self.gone = False
+        self.prices = (0.0, 0.0)
         self._desk = desk
+        self._trace = trace
         self._turn: asyncio.Future[Command] = desk.new_turn()
 
     def first_token(self) -> None:
@@ -101,8 +108,9 @@ class Placement:
         self._desk.note_progress(self.request.request_id, tokens, exact=exact)
 
     def price(self) -> float:
-        """What the request costs where it was started, in reward per decode iteration."""
-        return self._desk.price(self.request, self.worker_id)
+        """What its slots and its prompt's KV cost where it was started, for one iteration."""
+        slot, kv_token = self.prices
+        return self.request.sequences * (slot + self.request.prompt_tokens * kv_token)
 
     async def prefilled(self) -> None:
         """Report that the prompt is computed; wait for a decode slot where it has none yet.
@@ -142,9 +150,11 @@ class Placement:
         """Wait for the router's word; `place` and `returned` call it."""
         stopwatch = self._desk.stopwatch
         since_s = stopwatch()
+        self._trace.waits()
         try:
             command = await self._turn
         finally:
+            self._trace.waited()
             self.queued_s += stopwatch() - since_s
         match command:
             case Start(worker_id=worker_id, prefill_id=prefill_id, handed=handed):
@@ -159,6 +169,9 @@ class Placement:
     def obey(self, command: Command) -> None:
         """Take the router's word; a task that was cancelled meanwhile does not hear it."""
         self.gone = isinstance(command, Refuse)
+        if isinstance(command, Start):
+            self.prices = self._desk.prices_of(command.worker_id)
+        self._trace.decided(command, self._desk.decided_for_s(), self.price())
         if not self._turn.done():
             self._turn.set_result(command)
 

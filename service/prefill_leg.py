@@ -19,6 +19,7 @@ import orjson
 from service.call import Call
 from service.errors import HandoffMissingError, WorkerBrokeError
 from service.placement import Placement
+from service.trace import PREFILL
 from service.worker_link import BROKEN
 
 REPLY_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -121,7 +122,9 @@ async def _first(call: Call) -> Call:
     else:
         body = await asyncio.to_thread(prefill_body, call.body)
     headers = [pair for pair in call.headers if pair[0] != b"accept-encoding"]
-    return replace(call, headers=[*headers, (b"accept-encoding", b"identity")], body=body)
+    return replace(
+        call, headers=[*headers, (b"accept-encoding", b"identity")], body=body, leg=PREFILL
+    )
 
 
 async def _read(response: httpx.Response) -> object:

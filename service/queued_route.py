@@ -93,7 +93,7 @@ class QueuedRoute:
             pause_s = self.config.comment_s if facts.streams else 0.0
             async with (
                 comments_while_waiting(exchange.reply, pause_s) as stop_comments,
-                self._queue.place(request) as placement,
+                self._queue.place(request, exchange.trace) as placement,
             ):
                 stop_comments()
                 exchange.reply.placement = placement
@@ -185,6 +185,7 @@ class QueuedRoute:
             body=facts.body,
             api=api,
             deadline_s=deadline_s,
+            trace=exchange.trace,
         )
 
 

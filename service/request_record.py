@@ -31,6 +31,9 @@ class RequestRecord:
         light: whether it skipped the queue.
         tenant: who pays, or "".
         upload_s: how long the body took to arrive; what follows begins then.
+        price: what it cost where it was started last, in reward per decode iteration.
+        price_batch: of it, the price of a batch slot there. price_kv: that of a KV token.
+        trace_id: 32 hex digits of its trace, or "".
     """
 
     request_id: str
@@ -51,6 +54,10 @@ class RequestRecord:
     decode_tokens: int | None = None
     light: bool = False
     upload_s: float | None = None
+    price: float | None = None
+    price_batch: float | None = None
+    price_kv: float | None = None
+    trace_id: str = ""
 
 
 RECORD_FIELDS: Final = tuple(field.name for field in fields(RequestRecord))

@@ -43,6 +43,7 @@ from service.queue_stats import QueueConfig
 from service.secrets import Secret
 from service.settings_text import SettingsError, listed, nearest, read_yaml
 from service.tls import Certificate, TlsVersion, server_context
+from service.tracing_config import TracingConfig, require_otel
 from service.worker_config import WorkerConfig
 from service.worker_settings import FleetConfig, WorkerEntry, WorkerSettings, worker_config
 
@@ -209,6 +210,9 @@ class Settings(BaseSettings):
     light: Annotated[LightConfig, Parameter(name="*", group=Group("Requests", sort_key=4))] = (
         LightConfig()
     )
+    tracing: Annotated[TracingConfig, Parameter(name="*", group=Group("Tracing", sort_key=8))] = (
+        TracingConfig()
+    )
     queue: Annotated[QueueConfig, Parameter(name="*", group=Group("Decision", sort_key=7))] = (
         QueueConfig()
     )
@@ -303,6 +307,8 @@ class Settings(BaseSettings):
         self.server.tls_context()
         if self.discovery.kubernetes:
             require_kubernetes()
+        if self.tracing.enabled:
+            require_otel()
 
     @property
     def _finds_workers(self) -> bool:

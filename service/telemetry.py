@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from service.control.events import WorkerState
+from service.control.replica_worth import ReplicaWorth, replica_worths
 from service.control.stats import PrefillStats, RouterStats, TenantStats, WorkerStats
 from service.fleet_types import WatchStats
 from service.queue_stats import QueueStats
@@ -46,6 +47,7 @@ class Sources:
         handoffs: ends of first legs, by result.
         refresh_failures: price refreshes that raised.
         bytes_held: of request bodies in memory.
+        spans: of requests, by what became of them.
     """
 
     queue: Callable[[], QueueStats]
@@ -55,6 +57,7 @@ class Sources:
     refresh_failures: Callable[[], int]
     bytes_held: Callable[[], int]
     handoffs: Callable[[], dict[str, int]] = dict
+    spans: Callable[[], dict[str, int]] = dict
 
 
 class Telemetry:
@@ -95,6 +98,14 @@ class Telemetry:
         ):
             if value is not None:
                 histogram.observe(value)
+        self._write(record)
+
+    def observe_refusal(self, record: RequestRecord) -> None:
+        """Count a request that was turned away at the door, and write its line."""
+        self._responses.labels(code=record.status).inc()
+        self._write(record)
+
+    def _write(self, record: RequestRecord) -> None:
         if self._log_requests:
             self._log.info("request", **as_line(record))
 
@@ -126,6 +137,7 @@ class _StateCollector(Collector):
         yield from _queue_series(queue)
         yield from _decision_series(queue)
         yield from _worker_series(queue.router.workers, queue.router.prefillers)
+        yield from _worth_series(replica_worths(queue.router.workers))
         yield from _prefill_series(queue.router)
         yield _counter(
             "handoffs",
@@ -148,6 +160,12 @@ class _StateCollector(Collector):
         yield _counter("price_refresh_failures", "Price refreshes that raised", {(): failures})
         held = self._sources.bytes_held()
         yield _gauge("body_bytes_held", "Bytes of request bodies in memory", held)
+        yield _counter(
+            "spans",
+            "OpenTelemetry spans: ended, exported, failed; the rest waits, at most spans_max",
+            _keyed(self._sources.spans()),
+            ["result"],
+        )
         tasks = len(asyncio.all_tasks())
         yield _gauge("tasks", "Asyncio tasks alive: a few, and a few for each request", tasks)
 
@@ -256,6 +274,24 @@ def _worker_series(
     yield state
     for key, (text, column) in values.items():
         yield _per_worker(f"worker_{key}", text, column)
+
+
+def _worth_series(worths: Iterable[ReplicaWorth]) -> Iterator[Metric]:
+    """What one more worker would add; classes are bounded by control."""
+    iteration = GaugeMetricFamily(
+        "bidgate_replica_worth",
+        "At most how much reward per decode iteration one more worker of a class would add",
+        labels=["worker_class"],
+    )
+    second = GaugeMetricFamily(
+        "bidgate_replica_worth_per_second",
+        "The same per second, at the pace of such a worker",
+        labels=["worker_class"],
+    )
+    for worth in worths:
+        iteration.add_metric([worth.worker_class], worth.per_iteration)
+        second.add_metric([worth.worker_class], worth.per_s)
+    yield from (iteration, second)
 
 
 def _tenant_series(tenants: Iterable[TenantStats]) -> Iterator[Metric]:

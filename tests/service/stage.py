@@ -28,6 +28,7 @@ from service.queue_stats import QueueConfig, QueueStats
 from service.refresher import InlineRefresher
 from service.routes import answer_unknown_paths, routes
 from service.telemetry import Sources, Telemetry
+from service.trace import NoTracer, Tracer
 from service.worker_config import WorkerConfig
 from tests.asgi import Exchange, http_scope
 
@@ -88,6 +89,7 @@ class Stage:
     light: LightConfig = field(default_factory=LightConfig)
     context_tokens: int | None = None
     keys: tuple[ClientKey, ...] = ()
+    tracer: Tracer = field(default_factory=NoTracer)
 
     def candidates(self, model: str) -> tuple[Candidate, ...]:
         """Every worker is up and serves the same models."""
@@ -186,6 +188,7 @@ class Stage:
             inside=self.inside,
             config=lambda: self.edge,
             log=structlog.get_logger(),
+            tracer=self.tracer,
         )
 
     @asynccontextmanager

@@ -253,9 +253,9 @@ def test_a_slow_upload_gains_no_age_and_costs_no_patience() -> None:
             arrivals: list[float] = []
             place = stage.queue.place
 
-            def placing(request):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+            def placing(request, trace):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
                 arrivals.append(request.arrival_s)
-                return place(request)
+                return place(request, trace)
 
             stage.queue.place = placing  # type: ignore[method-assign]
             await SlowUpload(body, 30.0).send(stage)
