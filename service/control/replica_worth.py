@@ -75,5 +75,5 @@ def worker_class(worker: WorkerStats) -> str:
 
 
 def _rounded(tokens: int) -> int:
-    unit = 10 ** max(0, floor(log10(tokens)) + 1 - KV_DIGITS)
+    unit: int = 10 ** max(0, floor(log10(tokens)) + 1 - KV_DIGITS)
     return round(tokens / unit) * unit

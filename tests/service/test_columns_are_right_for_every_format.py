@@ -17,6 +17,7 @@ from service.intake import BodyFacts, Rules, read_body, read_light_body
 from service.placement import Placement
 from service.prompts import MESSAGE_TOKENS, OTHER_PART_TOKENS
 from service.surface import Api
+from service.trace import Trace
 from tests.clock import run_virtual
 from tests.service.stage import HandlerTransport, Stage, answer
 
@@ -142,9 +143,9 @@ def booked(body: dict[str, object], *, path: str, context: int | None = None) ->
         seen: list[Request] = []
         place = stage.queue.place
 
-        def placing(request: Request) -> AbstractAsyncContextManager[Placement]:
+        def placing(request: Request, trace: Trace) -> AbstractAsyncContextManager[Placement]:
             seen.append(request)
-            return place(request)
+            return place(request, trace)
 
         stage.queue.place = placing  # type: ignore[method-assign]
         async with stage.open():
@@ -183,9 +184,9 @@ def test_a_response_that_continues_another_has_its_context_on_top() -> None:
             seen: list[int] = []
             place = stage.queue.place
 
-            def placing(request: Request) -> AbstractAsyncContextManager[Placement]:
+            def placing(request: Request, trace: Trace) -> AbstractAsyncContextManager[Placement]:
                 seen.append(request.prompt_tokens)
-                return place(request)
+                return place(request, trace)
 
             stage.queue.place = placing  # type: ignore[method-assign]
             first = {"model": "m", "input": "a" * 400}

@@ -22,6 +22,7 @@ from service.errors import ClientError, RateLimitedError, UnauthorizedError
 from service.placement import Placement
 from service.settings import Settings
 from service.settings_text import SettingsError
+from service.trace import Trace
 from tests.asgi import Exchange
 from tests.clock import run_virtual
 from tests.service.stage import DONE, HandlerTransport, Stage, answer, completion, event, stream
@@ -170,9 +171,9 @@ def test_whom_a_key_stands_for_is_not_for_its_holder_to_say() -> None:
     async def scenario(stage: Stage, worker: HandlerTransport) -> None:
         place = stage.queue.place
 
-        def note(request: Request) -> AbstractAsyncContextManager[Placement]:
+        def note(request: Request, trace: Trace) -> AbstractAsyncContextManager[Placement]:
             seen.append(request.tenant)
-            return place(request)
+            return place(request, trace)
 
         stage.queue.place = note  # type: ignore[method-assign]
         header = {"x-bidgate-tenant": "someone-else"}
