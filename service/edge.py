@@ -83,6 +83,9 @@ class EdgeConfig:
         forward_priority: send the body's `priority` on; engines that do not schedule by priority
             may refuse it.
         clients_pin: let a client name the one worker it wants, in the header x-bidgate-worker.
+        session_headers: headers in which a client names its conversation, with commas between; its
+            next request finds the worker again where its prompt cannot be known by its text
+            (images, sounds, stored responses). Left empty, none.
     """
 
     api_key: Secret | None = None
@@ -98,6 +101,7 @@ class EdgeConfig:
     )
     forward_priority: bool = True
     clients_pin: bool = False
+    session_headers: str = "x-session-id,x-session-token,x-smg-routing-key,x-dynamo-session-id"
 
     def __post_init__(self) -> None:
         """Refuse bounds that are none."""
@@ -142,6 +146,9 @@ def reading(config: EdgeConfig, *, keeps_keys: bool) -> ReadingConfig:
         keeps_authorization=not keeps_keys,
         clients_pin=config.clients_pin,
         comment_s=config.queue_comment_s,
+        session_headers=tuple(
+            name.strip().lower().encode() for name in config.session_headers.split(",")
+        ),
     )
 
 

@@ -32,6 +32,11 @@ _WAITING_BY_REASON: Final = b"vllm:num_requests_waiting_by_reason"
 _PREEMPTIONS: Final = b"vllm:num_preemptions_total"
 _GENERATION_TOKENS: Final = b"vllm:generation_tokens_total"
 _REQUEST_SUCCESS: Final = b"vllm:request_success_total"
+_PREFIX_QUERIES: Final = (
+    b"vllm:prefix_cache_queries_total",
+    b"vllm:gpu_prefix_cache_queries_total",
+)
+_PREFIX_HITS: Final = (b"vllm:prefix_cache_hits_total", b"vllm:gpu_prefix_cache_hits_total")
 _CACHE_CONFIG: Final = b"vllm:cache_config_info"
 _PROCESS_START: Final = b"process_start_time_seconds"
 
@@ -45,6 +50,8 @@ _WANTED: Final = frozenset(
         _PREEMPTIONS,
         _GENERATION_TOKENS,
         _REQUEST_SUCCESS,
+        *_PREFIX_QUERIES,
+        *_PREFIX_HITS,
         _CACHE_CONFIG,
         _PROCESS_START,
     }
@@ -85,6 +92,8 @@ class EngineSample:
         requests_succeeded_total: requests ended well since the start, for any finish reason.
         queue_time_sum_s: seconds spent in the engine's own queue, summed since the start.
         queue_time_count: requests counted in it.
+        prefix_queries_total: prompt tokens looked up in the prefix cache since the start.
+        prefix_hits_total: of these, found there.
     """
 
     running: int | None = None
@@ -100,6 +109,8 @@ class EngineSample:
     requests_succeeded_total: int | None = None
     queue_time_sum_s: float | None = None
     queue_time_count: int | None = None
+    prefix_queries_total: int | None = None
+    prefix_hits_total: int | None = None
 
     @property
     def kv_tokens_used(self) -> int | None:
@@ -165,6 +176,8 @@ class _Engine:
             requests_succeeded_total=_whole(self.values.get(_REQUEST_SUCCESS)),
             queue_time_sum_s=queue_time[0],
             queue_time_count=_whole(queue_time[1]),
+            prefix_queries_total=_whole(_first(self.values, _PREFIX_QUERIES)),
+            prefix_hits_total=_whole(_first(self.values, _PREFIX_HITS)),
         )
 
 
@@ -285,6 +298,11 @@ def _pair(
     return None, None
 
 
+def _first(values: Mapping[bytes, float], names: Iterable[bytes]) -> float | None:
+    """The value of the first series that is there."""
+    return next((values[name] for name in names if name in values), None)
+
+
 def _whole(value: float | None) -> int | None:
     """A count, kept unknown when it is unknown."""
     return None if value is None else round(value)
@@ -310,6 +328,8 @@ def _total(samples: tuple[EngineSample, ...]) -> EngineSample:
         requests_succeeded_total=_sum(s.requests_succeeded_total for s in samples),
         queue_time_sum_s=_sum(s.queue_time_sum_s for s in samples),
         queue_time_count=_sum(s.queue_time_count for s in samples),
+        prefix_queries_total=_sum(s.prefix_queries_total for s in samples),
+        prefix_hits_total=_sum(s.prefix_hits_total for s in samples),
     )
 
 

@@ -24,6 +24,8 @@ _COUNTERS: Final = (
     "generation_tokens_total",
     "requests_succeeded_total",
     "queue_time_count",
+    "prefix_queries_total",
+    "prefix_hits_total",
 )
 # Process start times are printed with few digits and may wobble by the clock's corrections.
 _START_TOLERANCE_S: Final = 1.0
@@ -50,7 +52,10 @@ class EngineReports:
         """
         restarted = self._restarted(page)
         iteration_s = None if restarted else self._iteration_s(page.engines)
-        generated_tokens = None if restarted else self._generated_tokens(page.engines)
+        generated_tokens, queries, hits = (
+            None if restarted else self._grown(page.engines, name)
+            for name in ("generation_tokens_total", "prefix_queries_total", "prefix_hits_total")
+        )
         self._remember(page, restarted)
         total = page.total
         return WorkerReport(
@@ -64,6 +69,8 @@ class EngineReports:
             preemptions_total=total.preemptions_total,
             models=models,
             restarted=restarted,
+            prefix_queries=queries,
+            prefix_hits=hits,
         )
 
     def _restarted(self, page: EnginePage) -> bool:
@@ -90,13 +97,14 @@ class EngineReports:
             return None
         return seconds / tokens
 
-    def _generated_tokens(self, engines: Mapping[str, EngineSample]) -> int | None:
-        """Output tokens since the last page; None unless every engine is on both pages."""
+    def _grown(self, engines: Mapping[str, EngineSample], name: str) -> int | None:
+        """What a counter gained since the last page; None unless every engine is on both pages."""
         pairs = [
-            (self._last[label].generation_tokens_total, sample.generation_tokens_total)
+            (getattr(self._last[label], name), getattr(sample, name))
             for label, sample in engines.items()
             if label in self._last
         ]
+        known: list[tuple[int, int]]
         known = [(last, now) for last, now in pairs if last is not None and now is not None]
         if not known or len(known) < max(len(engines), len(self._last)):
             return None

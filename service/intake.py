@@ -14,8 +14,10 @@ from typing import Final
 
 import orjson
 
+from service.control.events import Prefix
 from service.errors import BadRequestError
 from service.json_edit import edit_object
+from service.prefixes import prompt_prefix
 from service.prompts import Payload, prompt_size, system_fingerprint
 from service.surface import Api
 
@@ -65,6 +67,7 @@ class BodyFacts:
         whole: one worker must do all of it: it asks for several sequences, or for what only the
             worker that computes the prompt can tell, or in another format than completions.
         body: bytes to send on; the client's own unless a field had to go or to change.
+        prefix: by what the prompt's beginning is known again, or None.
     """
 
     model: str
@@ -80,10 +83,17 @@ class BodyFacts:
     names_itself: str
     whole: bool
     body: bytes
+    prefix: Prefix | None = None
 
 
-def read_body(body: bytes, api: Api, rules: Rules) -> BodyFacts:
+def read_body(body: bytes, api: Api, rules: Rules, session: bytes = b"") -> BodyFacts:
     """Parse a body that generates and read what it says.
+
+    Args:
+        body: as the client sent it.
+        api: its format.
+        rules: what is changed in it.
+        session: what the client calls the conversation, or nothing.
 
     Raises:
         BadRequestError: not JSON, not an object, or a field no engine can accept.
@@ -95,8 +105,9 @@ def read_body(body: bytes, api: Api, rules: Rules) -> BodyFacts:
     limit = _limit(sampling, api)
     floor = _count(sampling, "min_tokens", least=0) or None
     model = _model(payload)
+    model = rules.aliases.get(model, model)
     return BodyFacts(
-        model=rules.aliases.get(model, model),
+        model=model,
         streams=payload.get("stream") is True,
         prompt_tokens=prompt_tokens,
         fingerprint=system_fingerprint(payload),
@@ -109,6 +120,7 @@ def read_body(body: bytes, api: Api, rules: Rules) -> BodyFacts:
         names_itself=_text(payload, "request_id") if api is Api.RESPONSES else "",
         whole=sequences > 1 or _wants_whole(payload, api),
         body=_body_to_send(payload, body, rules),
+        prefix=prompt_prefix(payload, api, model, session),
     )
 
 

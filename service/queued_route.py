@@ -14,7 +14,7 @@ from service.central_queue import CentralQueue
 from service.control.events import Request
 from service.exchange import Exchange
 from service.forwarder import Forwarder
-from service.headers import RawHeaders, to_worker
+from service.headers import RawHeaders, first, to_worker
 from service.hints import HeaderFacts
 from service.intake import BodyFacts, Rules, read_body
 from service.owners import Owner, Owners
@@ -39,6 +39,7 @@ class ReadingConfig:
         rules: what is changed in them.
         keeps_authorization: whether the client's credentials are the worker's business.
         clients_pin: whether a client may name its worker.
+        session_headers: where a client may name its conversation; the first one sent counts.
         comment_s: pause between comments to who waits for a stream; 0 for none.
     """
 
@@ -48,6 +49,12 @@ class ReadingConfig:
     keeps_authorization: bool
     clients_pin: bool
     comment_s: float
+    session_headers: tuple[bytes, ...] = ()
+
+    def session(self, headers: RawHeaders) -> bytes:
+        """What the client calls its conversation, or nothing."""
+        found = (first(headers, name) for name in self.session_headers)
+        return next((name for name in found if name), b"")
 
     def pin(self, hints: HeaderFacts) -> str:
         """The worker that a request is for by its client's word, or "" for any."""
@@ -83,7 +90,8 @@ class QueuedRoute:
         exchange.arrived(asyncio.get_running_loop().time())
         began_s = stopwatch()
         async with while_client_stays(exchange.receive, exchange.reply):
-            facts = await self._parse(body, exchange.route.api)
+            session = self.config.session(exchange.headers)
+            facts = await self._parse(body, exchange.route.api, session)
             hints = exchange.hints()
             owner = self._owner(facts)
             request = self._as_request(exchange, facts, hints, owner)
@@ -129,10 +137,10 @@ class QueuedRoute:
             return None
         return self._owners.find(facts.previous, asyncio.get_running_loop().time())
 
-    async def _parse(self, body: bytes, api: Api) -> BodyFacts:
+    async def _parse(self, body: bytes, api: Api, session: bytes) -> BodyFacts:
         if len(body) < self.config.off_loop_bytes:
-            return read_body(body, api, self.config.rules)
-        return await asyncio.to_thread(read_body, body, api, self.config.rules)
+            return read_body(body, api, self.config.rules, session)
+        return await asyncio.to_thread(read_body, body, api, self.config.rules, session)
 
     def _as_request(
         self, exchange: Exchange, facts: BodyFacts, hints: HeaderFacts, owner: Owner | None
@@ -158,6 +166,7 @@ class QueuedRoute:
             max_wait_s=hints.max_wait_s,
             streams=facts.streams,
             pinned_worker=self.config.pin(hints) if owner is None else owner.worker_id,
+            prefix=facts.prefix,
             whole=facts.whole or not exchange.target.startswith(SPLIT_PATHS),
         )
 

@@ -8,7 +8,7 @@ tenants of the settings, never anything a client chose.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from service.control.events import WorkerState
 from service.control.replica_worth import ReplicaWorth, replica_worths
-from service.control.stats import PrefillStats, RouterStats, TenantStats, WorkerStats
+from service.control.stats import AffinityStats, PrefillStats, RouterStats, TenantStats, WorkerStats
 from service.fleet_types import WatchStats
 from service.queue_stats import QueueStats
 from service.request_record import RequestRecord, as_line
@@ -145,6 +145,7 @@ class _StateCollector(Collector):
             _keyed(self._sources.handoffs()),
             ["result"],
         )
+        yield from _affinity_series(queue.router.affinity)
         yield from _tenant_series(queue.router.tenants)
         yield from _watch_series(self._sources.fleet())
         held, ended = self._sources.light()
@@ -294,6 +295,39 @@ def _worth_series(worths: Iterable[ReplicaWorth]) -> Iterator[Metric]:
     yield from (iteration, second)
 
 
+def _affinity_series(affinity: AffinityStats) -> Iterator[Metric]:
+    """Prefix caches: what the reward for them gained, and what the engines found."""
+    prompts = affinity.prompt_tokens
+    yield _counter(
+        "affinity_prompt_tokens", "Started prompt tokens that might be cached", {(): prompts}
+    )
+    hits = {"with": affinity.hit_tokens, "without": affinity.hit_tokens_unswayed}
+    yield _counter(
+        "affinity_hit_tokens",
+        "Of these, believed cached where started, or where they had gone without the reward",
+        _keyed(hits),
+        ["affinity"],
+    )
+    rate = GaugeMetricFamily(
+        "bidgate_affinity_hit_rate", "The same as a share since the start", labels=["affinity"]
+    )
+    for name, tokens in hits.items():
+        rate.add_metric([name], tokens / prompts if prompts else 0.0)
+    yield rate
+    for name, text, counts in (
+        ("queries", "Prompt tokens its engine looked up in its prefix cache", affinity.queries),
+        ("hits", "Of these, found", affinity.hits),
+    ):
+        yield _counter(f"worker_prefix_{name}", text, _keyed(counts), ["worker"])
+    for name, text, values in (
+        ("hit_rate", "Prefix cache hits over queries of late, by its engine", affinity.observed),
+        ("guessed_rate", "The same as guessed here, uncorrected", affinity.guessed),
+        ("correction", "What guesses are multiplied by", affinity.correction),
+        ("held_tokens", "Prompt tokens believed to be in its prefix cache", affinity.held_tokens),
+    ):
+        yield _per_worker(f"worker_prefix_{name}", text, values)
+
+
 def _tenant_series(tenants: Iterable[TenantStats]) -> Iterator[Metric]:
     """Only tenants that the settings name have series of their own."""
     tenants = tuple(tenants)
@@ -330,7 +364,7 @@ def _gauge(name: str, text: str, value: float | None) -> Metric:
     return GaugeMetricFamily(f"bidgate_{name}", text, value=None if value is None else float(value))
 
 
-def _per_worker(name: str, text: str, values: dict[str, float]) -> Metric:
+def _per_worker(name: str, text: str, values: Mapping[str, float]) -> Metric:
     family = GaugeMetricFamily(f"bidgate_{name}", text, labels=["worker"])
     for worker, value in values.items():
         family.add_metric([worker], value)
