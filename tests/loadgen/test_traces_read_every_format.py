@@ -148,6 +148,17 @@ def test_sharegpt_passes_over_conversations_without_an_answer(tmp_path: Path) ->
         ("h.json", '[{"conversations": []}, {"conversations": 3}]', "h.json: item 2: "),
         ("i.json", '[{"conversations": []}, {"conv', "i.json: item 2: "),
         ("j.jsonl", '{"conversation": [{"role": "user"}]}\n', "j.jsonl:1: "),
+        (
+            "m.csv",
+            "Timestamp,Model,Request tokens,Response tokens\n1,ChatGPT,5,6\nx,ChatGPT,5,6\n",
+            "m.csv:3: ",
+        ),
+        ("n.jsonl", '{"timestamp":1,"input_length":1,"hash_ids":[]}\n', "n.jsonl:1: "),
+        (
+            "o.jsonl",
+            '{"timestamp":1,"input_length":1,"output_length":1,"hash_ids":["a"]}\n',
+            "o.jsonl:1: ",
+        ),
         ("k.csv", "prompt,answer\n1,2\n", "k.csv: not a csv trace: no column 'prompt_tokens'"),
         ("l.csv", "", "l.csv: the file is empty"),
     ],
@@ -160,6 +171,13 @@ def test_a_malformed_row_is_one_sentence_with_file_and_line(
         read(path)
     assert place in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_malformed_parquet_row_is_named_by_shard_and_row(tmp_path: Path) -> None:
+    rows = [{"conversation": CHAT}, {"conversation": [{"role": None, "content": "x"}]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train-0.parquet")
+    with pytest.raises(TraceError, match=r"train-0\.parquet: row 2: a message has no role"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.csv", "b.jsonl", "c.json", "d.parquet", "e.csv.gz"])
