@@ -42,7 +42,8 @@ NAME = "columns"
 QUANTILES, QUANTILES_FULL = (0.7, 0.9), (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 MEAN_COLUMN = "mean of the distribution (default)"
 INFORMATION = ("exact", "within 20 %", "none")
-BATCH_LIMIT, KV_TOKENS = 32, 5_400
+WORKERS, BATCH_LIMIT, KV_TOKENS = 2, 32, 5_400
+"""Few workers, so that a few hundred requests are many generations of them."""
 KV_LOAD = 1.05
 SLACK = 0.01
 MEAN, TOKENS = "ttft_mean_s", "tokens_per_s"
@@ -74,7 +75,7 @@ def plan(scale: Scale) -> Plan:
     book = RuleBook(base)
     case = Case(
         load=Load(kv_load=KV_LOAD, requests=scale.requests),
-        workers=a100_fleet(4, BATCH_LIMIT, KV_TOKENS),
+        workers=a100_fleet(WORKERS, BATCH_LIMIT, KV_TOKENS),
         rule=book.forward(),
     )
     quantiles = QUANTILES_FULL if scale.full else QUANTILES
@@ -138,8 +139,8 @@ def _report(scale: Scale, found: Sequence[Knowledge], results: Results) -> Docum
         "quantile as a margin against preemption?",
         answers=tuple(f"{claim.source}: {claim.evidence}" for claim in claims),
         setting={
-            "fleet": f"4 workers, Llama-3-8B on A100, B = {BATCH_LIMIT}, M = {KV_TOKENS:,} tokens, "
-            "prompts computed by the workers; a preempted request is computed again",
+            "fleet": f"{WORKERS} workers, Llama-3-8B on A100, B = {BATCH_LIMIT}, M = {KV_TOKENS:,} "
+            "tokens, prompts computed by the workers; a preempted request is computed again",
             "load": f"LMSYS-like lengths, Poisson, {KV_LOAD:g} of the KV memory (token-iterations "
             "over capacity at the pace of a full batch, so about 0.97 of what can be had), "
             f"{scale.requests} requests",
