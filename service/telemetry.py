@@ -255,7 +255,8 @@ def _worker_series(
         "batch_limit": ("Batch slots", {}),
         "kv_tokens": ("KV tokens our own requests hold", {}),
         "kv_capacity_tokens": ("KV tokens there are", {}),
-        "iteration_seconds": ("Time of one decode iteration", {}),
+        "iteration_seconds": ("Time of one decode iteration, as the engine tells it", {}),
+        "token_seconds": ("What a batch slot was seen to take for a token, prefills included", {}),
     }
     for worker in workers:
         name = worker.worker_id
@@ -264,7 +265,7 @@ def _worker_series(
         for one in WorkerState:
             state.add_metric([name, one.value], float(worker.state is one))
         for key, (_, column) in values.items():
-            field = "iteration_s" if key == "iteration_seconds" else key
+            field = key.replace("_seconds", "_s")
             value = getattr(worker, field)
             if value is not None:
                 column[name] = float(value)

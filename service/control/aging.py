@@ -23,8 +23,9 @@ FORGOTTEN_S = 1e-3
 def drain_s(view: View, rows: BoolArray) -> float:
     """Time the fleet needs for some waiting decode work: the first-come-first-served wait, seconds.
 
-    A worker decodes one token per busy slot and iteration; busy slots are bounded by the batch
-    limit and by how many waiting requests, at their mean KV over their life, fit its KV cache.
+    A worker decodes one token per busy slot in the time that slots were seen to take; busy slots
+    are bounded by the batch limit and by how many waiting requests, at their mean KV over their
+    life, fit its KV cache.
     """
     waiting, fleet = view.waiting, view.fleet
     work = (waiting.sequences * waiting.decode_tokens)[rows]
@@ -34,7 +35,7 @@ def drain_s(view: View, rows: BoolArray) -> float:
     kv_tokens = waiting.prompt_tokens[rows] + waiting.decode_tokens[rows] / 2
     mean_kv = float((work * kv_tokens).sum()) / total
     slots = np.minimum(fleet.batch_limit, fleet.kv_capacity_tokens / max(mean_kv, 1.0))
-    tokens_per_s = (slots / fleet.iteration_s)[waiting.reach.any(axis=0)].sum()
+    tokens_per_s = (slots / fleet.token_s)[waiting.reach.any(axis=0)].sum()
     return total / float(tokens_per_s) if tokens_per_s > 0 else math.inf
 
 

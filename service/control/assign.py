@@ -15,6 +15,8 @@ from service.control.residual import Residual
 
 BLOCK = 64
 """Candidates looked at together; what they share is computed once."""
+ALIKE = 0.02
+"""Workers whose margins are within this share of the best are equally good."""
 NO_LIMIT = 2**31
 
 
@@ -138,6 +140,16 @@ def admit_balanced(
             fits[:, worker] &= residual.has_room(needs, np.full(block.size, worker))
             alive = fits.any(axis=1)
     return admitted
+
+
+def levelled(margin: FloatArray) -> FloatArray:
+    """(n, g) margins, where a request's best worker and those about as good have the best one's.
+
+    Differs: Algorithm 1 follows any difference of prices. At light load these are all but 0, and
+    following them piles requests up where others' prompts are being computed.
+    """
+    best = margin.max(axis=1, keepdims=True, initial=-np.inf)
+    return np.asarray(np.where(margin >= best - ALIKE * np.abs(best), best, margin))
 
 
 def preferred(margin: FloatArray, liking: FloatArray) -> int:

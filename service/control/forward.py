@@ -19,7 +19,7 @@ import numpy as np
 
 from service.control.aged import AgedStarts
 from service.control.aging import AgeRule
-from service.control.assign import NO_LIMIT, Candidates, admit_balanced, preferred
+from service.control.assign import NO_LIMIT, Candidates, admit_balanced, levelled, preferred
 from service.control.columns import (
     Columns,
     FloatArray,
@@ -138,12 +138,13 @@ class ForwardLp:
         margin = asking.rewards[rows, None] - self._cost(view, columns, room.workers)
         allowed = view.waiting.allowed(room.workers)[rows]
         liking = 1.0 / view.fleet.batch_limit[room.workers]
+        margin = levelled(np.where(allowed, margin, -np.inf))
         plain, free, toll = margin, room.residual.batch[:, 0].copy(), None
         if room.sway is not None:
             margin, toll = margin + room.sway.reward[rows], room.sway.toll[rows]
         candidates = Candidates(
             columns,
-            np.where(allowed, margin, -np.inf),
+            margin,
             view.waiting.order[rows],
             floor=-np.inf,
             most=asking.most,
@@ -151,7 +152,7 @@ class ForwardLp:
         )
         started = admit_balanced(candidates, room.residual, liking)
         if room.sway is not None and view.cached is not None:
-            without = unswayed(started, np.where(allowed, plain, -np.inf), liking, free)
+            without = unswayed(started, plain, liking, free)
             for (row, worker), other in zip(started, without, strict=True):
                 room.sway.started(worker)
                 view.cached.unswayed[int(rows[row])] = int(room.workers[other])
@@ -174,7 +175,8 @@ class ForwardLp:
         allowed = view.waiting.allowed(workers)[0] & (free >= view.waiting.sequences[0])
         if not allowed.any():
             return None
-        margin = np.where(allowed, rewards[0] - self._cost(view, columns, workers)[0], -np.inf)
+        margin = rewards[:1, None] - self._cost(view, columns, workers)[:1]
+        margin = levelled(np.where(allowed, margin, -np.inf))[0]
         liking = (1.0 / view.fleet.batch_limit[workers]) * free
         worker = int(workers[preferred(margin, liking)])
         if view.cached is not None:

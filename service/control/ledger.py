@@ -30,6 +30,7 @@ from service.control.fleet_state import FleetState, OwnLoad
 from service.control.lengths import LengthPredictor
 from service.control.occupancy import Frame, Occupancy
 from service.control.tables import Table
+from service.control.token_pace import TokenPace
 from service.control.waiting import Entry
 
 NO_LIMIT = 2**31
@@ -51,6 +52,7 @@ class Ledger:
             scale=np.float64,
             sequences=np.float64,
             started_s=np.float64,
+            seen_s=np.float64,
             streams=np.bool_,
             ready_s=np.float64,
         )
@@ -58,6 +60,7 @@ class Ledger:
         self._kv_tokens: FloatArray = np.zeros(0)
         self._blind: FloatArray = np.zeros(0)
         self._occupancy = Occupancy()
+        self._pace = TokenPace()
         self._learned = -1
 
     def __len__(self) -> int:
@@ -88,6 +91,7 @@ class Ledger:
             scale=forecast.scale,
             sequences=entry.sequences,
             started_s=now_s,
+            seen_s=max(now_s, ready_s),
             streams=request.streams,
             ready_s=ready_s,
         )
@@ -107,13 +111,13 @@ class Ledger:
             self._blind[worker] -= bool(table["streams"][row]) and table["ready_s"][row] > 0
             self._occupancy.touch(worker)
         table["ready_s"][row] = 0.0
-        table["started_s"][row] = now_s
+        table["started_s"][row] = table["seen_s"][row] = now_s
 
     def request(self, request_id: str) -> Request:
         """A started request; KeyError when it is not here."""
         return self._entries[request_id].request
 
-    def progress(self, decode_tokens: dict[str, int]) -> None:
+    def progress(self, decode_tokens: dict[str, int], now_s: float) -> None:
         """Note tokens produced so far; totals never fall.
 
         Raises:
@@ -127,6 +131,9 @@ class Ledger:
         worker, more = table["worker"][rows], table["sequences"][rows] * (after - before)
         kept = worker >= 0
         worker = worker[kept]
+        waited_s = np.maximum(now_s - table["seen_s"][rows], 0.0)
+        self._pace.note(worker, (table["sequences"][rows] * waited_s)[kept], more[kept])
+        table["seen_s"][rows] = now_s
         self._kv_tokens += sum_per_slot(worker, more[kept], self._kv_tokens.size)
         self._occupancy.touch_all(worker)
 
@@ -146,6 +153,7 @@ class Ledger:
         worker = self._table["worker"]
         worker[worker == gone] = -1
         worker[worker > gone] -= 1
+        self._pace.drop_worker(gone)
         if gone < self._sequences.size:
             self._sequences = np.delete(self._sequences, gone)
             self._kv_tokens = np.delete(self._kv_tokens, gone)
@@ -161,6 +169,10 @@ class Ledger:
         """(g,) KV tokens held now by our own started requests."""
         self._make_room(workers)
         return self._kv_tokens[:workers].copy()
+
+    def token_s(self, fleet: FleetState) -> FloatArray:
+        """(g,) seconds that a batch slot takes for a token, prefills beside it included."""
+        return self._pace.token_s(fleet.array("iteration_s"))
 
     def own_load(self, worker: int) -> OwnLoad:
         """What we hold on one worker now, in sequences and in KV tokens."""

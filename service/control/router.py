@@ -99,11 +99,11 @@ class Router:
             case Arrived(request):
                 return self._arrive(request)
             case FirstToken(request_id):
-                self._ledger.progress({request_id: 1})
+                self._ledger.progress({request_id: 1}, now_s)
                 self._affinity.computed(request_id)
                 self._fleet.prefill.fetched(request_id)
             case Progressed(decode_tokens):
-                self._ledger.progress(decode_tokens)
+                self._ledger.progress(decode_tokens, now_s)
             case Prefilled(request_id):
                 self._prefilled(request_id, now_s)
             case PrefillFailed(request_id, kept):
@@ -331,6 +331,8 @@ class Router:
         if request_id in self._waiting:
             self._waiting.remove(request_id)
         elif self._handoff.take(request_id) is None:
+            if decode_tokens is not None:
+                self._ledger.progress({request_id: decode_tokens}, now_s)
             entry, worker, seen = self._ledger.end(request_id)
             self._affinity.computed(request_id)
             if worker >= 0:

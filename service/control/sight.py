@@ -78,6 +78,7 @@ class Sight:
                 kv_capacity_tokens=fleet.array("kv_capacity_tokens"),
                 block_tokens=fleet.array("block_tokens"),
                 iteration_s=fleet.array("iteration_s"),
+                token_s=self.ledger.token_s(fleet),
                 outstanding=own + fleet.array("foreign_active"),
                 engine_queue_empty=fleet.engine_queue_empty(now_s),
                 lead=lead,

@@ -16,6 +16,7 @@ class WorkerStats:
         active: sequences of our own started requests. foreign: those of others, as reported.
         kv_tokens: held by our own. kv_capacity_tokens: None while unknown.
         startable: up, a batch slot free, and no request known to wait inside the engine.
+        iteration_s: as told. token_s: what a batch slot was seen to take for a token.
         price_batch: reward per batch slot and iteration. price_kv: per KV token and iteration.
     """
 
@@ -27,6 +28,7 @@ class WorkerStats:
     kv_tokens: int
     kv_capacity_tokens: int | None
     iteration_s: float
+    token_s: float
     startable: bool
     price_batch: float
     price_kv: float

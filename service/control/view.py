@@ -71,7 +71,8 @@ class FleetView:
     Attributes:
         worker_ids: names, in index order.
         batch_limit: B_g. kv_capacity_tokens: M_g, inf when unknown. block_tokens: KV block size.
-        iteration_s: measured decode iteration.
+        iteration_s: told decode iteration.
+        token_s: what a batch slot was seen to take for a token, prefills beside it included.
         outstanding: sequences started on the worker and not ended, foreign ones included.
         engine_queue_empty: no request is known to wait inside the engine.
         lead: iterations from now to when what starts now begins to decode; above 0 where a prefill
@@ -83,6 +84,7 @@ class FleetView:
     kv_capacity_tokens: FloatArray
     block_tokens: FloatArray
     iteration_s: FloatArray
+    token_s: FloatArray
     outstanding: FloatArray
     engine_queue_empty: BoolArray
     lead: FloatArray

@@ -33,6 +33,7 @@ def worker_stats(
     active = ledger.sequences_per_worker(len(fleet))
     kv_tokens = ledger.kv_tokens_per_worker(len(fleet))
     startable = has_free_slot(fleet, ledger) & fleet.engine_queue_empty(now_s)
+    token_s = ledger.token_s(fleet)
     price_batch, price_kv = prices
     return tuple(
         WorkerStats(
@@ -47,6 +48,7 @@ def worker_stats(
                 int(worker.kv_capacity_tokens) if np.isfinite(worker.kv_capacity_tokens) else None
             ),
             iteration_s=worker.iteration_s,
+            token_s=float(token_s[g]),
             startable=bool(startable[g]),
             price_batch=float(price_batch[g]),
             price_kv=float(price_kv[g]),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.control import ControlConfig, Left, Outcome, PriceConfig, Router
+from service.control import ControlConfig, Left, Outcome, PriceConfig, Progressed, Router
 from tests.control.driving import ask, router_with, spec, starts
 
 CONFIG = ControlConfig(
@@ -34,6 +34,8 @@ def _busy(config: ControlConfig) -> Router:
 
 def _who_is_next(router: Router, now_s: float) -> str:
     """Free the slot, let a short request arrive in the same instant, and see who starts."""
+    # A token came every 0.01 s, as the worker's iteration time says.
+    router.handle(Progressed({"first": round(now_s / 0.01)}), now_s)
     router.tick(now_s - 0.001)
     router.handle(ask("short", now_s, decode_tokens_hint=1), now_s)
     router.handle(Left("first", Outcome.COMPLETED, 50), now_s)
@@ -78,5 +80,23 @@ def test_the_longest_few_wait_a_multiple_so_that_the_others_need_not() -> None:
         router.handle(ask(f"usual{index}", 0.001, decode_tokens_hint=100), 0.001)
     router.tick(0.001)  # 24 s of work: the bound is 7.2 s, and 14.4 s for the one above the rest
     assert _who_is_next(router, 8.0) == "usual0"
-    router.handle(Left("usual0", Outcome.COMPLETED, 100), 14.5)
+    router.handle(Left("usual0", Outcome.COMPLETED, 650), 14.5)
     assert starts(router.tick(14.5))[0][0] == "huge"
+
+
+@pytest.mark.parametrize("told_s", [0.005, 0.02])
+@pytest.mark.parametrize(("waited_s", "first"), [(9.0, "short"), (11.0, "long0")])
+def test_the_backlog_drains_at_the_pace_that_was_seen_whatever_was_told(
+    told_s: float, waited_s: float, first: str
+) -> None:
+    config = replace(CONFIG, age_bound_s=1000.0)
+    router = router_with(config, spec("w0", batch_limit=1, kv=10**6, iteration_s=told_s))
+    router.handle(ask("first", decode_tokens_hint=20_000), 0.0)
+    router.tick(0.0)
+    for second in range(1, 101):
+        router.handle(Progressed({"first": 100 * second}), float(second))
+    # 1,000 tokens at the 0.01 s each that were seen: 10 s of backlog.
+    for index in range(10):
+        router.handle(ask(f"long{index}", 100.0, decode_tokens_hint=100), 100.0)
+    router.tick(100.0)
+    assert _who_is_next(router, 100.0 + waited_s) == first

@@ -214,6 +214,7 @@ def worker(name: str, **fields: object) -> WorkerStats:
         "kv_tokens": 500,
         "kv_capacity_tokens": 1000,
         "iteration_s": 0.02,
+        "token_s": 0.02,
         "startable": False,
         "price_batch": 0.0,
         "price_kv": 0.0,
