@@ -117,7 +117,7 @@ def measure_case(workers: int, waiting: int, config: ControlConfig, seed: int) -
     case.process_mb = _resident_mb() - before_mb
     gc.collect()
     _measure_decisions(case, busy)
-    _measure_refreshes(case, busy)
+    _measure_refreshes(case, busy, config)
     if workers * waiting <= LOOP_PAIRS_MAX:
         _measure_loop(case, config, seed)
     return case
@@ -148,9 +148,10 @@ def _measure_decisions(case: Case, busy: BusyRouter) -> None:
             router.adopt(problem.solve(), busy.now_s)
 
 
-def _measure_refreshes(case: Case, busy: BusyRouter) -> None:
+def _measure_refreshes(case: Case, busy: BusyRouter, config: ControlConfig) -> None:
     """Every worker decodes between two refreshes, so nothing known about one still holds."""
     router, until_s = busy.router, time.monotonic() + REFRESHES_BUDGET_S
+    due_s = config.prices.refresh_s
     for count in range(REFRESHES_MAX + WARM_UP):
         if count == WARM_UP:
             case.refresh = Durations()
@@ -159,6 +160,7 @@ def _measure_refreshes(case: Case, busy: BusyRouter) -> None:
         busy.handle(busy.decode_everywhere())
         busy.handle(busy.events())
         busy.obey(router.tick(busy.now_s))
+        busy.now_s += due_s
         with case.refresh:
             problem = router.price_problem(busy.now_s)
             if problem is not None:
