@@ -46,7 +46,7 @@ class Staff:
 def admin_routes(staff: Staff) -> APIRouter:
     """Build the routes."""
     # Whether these routes exist is the door's business: it depends on the admin key.
-    router = APIRouter(prefix=WORKERS, include_in_schema=False)
+    router = APIRouter(prefix=WORKERS, tags=["operator"])
 
     @router.get("")
     async def list_workers() -> dict[str, object]:

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from structlog.typing import FilteringBoundLogger
 
 from service.admin import Staff, admin_routes
+from service.api_document import document_of
 from service.auth import Door
 from service.central_queue import CentralQueue
 from service.control.events import Role
@@ -128,6 +129,7 @@ def assemble(settings: Settings, rereading: Rereading | None = None) -> Service:
     )
     app.include_router(admin_routes(staff))
     answer_unknown_paths(app)
+    app.openapi = document_of(app)  # type: ignore[method-assign]
     app.add_middleware(
         Edge,
         ways=parts.ways,
