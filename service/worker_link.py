@@ -5,11 +5,13 @@ One pool per worker, as a shared pool is scanned in full at every request.
 
 from __future__ import annotations
 
+from collections.abc import ItemsView
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
+from multidict import CIMultiDict
 
 from service.address_guard import GuardedResolver
 
@@ -33,6 +35,22 @@ class _Response(aiohttp.ClientResponse):
         if self.reason is not None and not self.reason.isascii():
             self.reason = self.reason.encode("ascii", "replace").decode("ascii")
         return self
+
+
+class _EachHeader(httpx.Headers):
+    """Headers whose repeated names stay repeated when they are copied.
+
+    aiohttp copies a mapping by its items, where httpx joins the values of one name by commas;
+    not every header is a list (Cookie is none).
+    """
+
+    def items(self) -> ItemsView[str, str]:
+        return CIMultiDict(self.multi_items()).items()
+
+
+def _repeats(headers: httpx.Headers) -> bool:
+    names = [name.lower() for name, _ in headers.raw]
+    return len(set(names)) < len(names)
 
 
 class WorkerTransport(AiohttpTransport):
@@ -66,7 +84,9 @@ class WorkerTransport(AiohttpTransport):
         super().__init__(trust_env=False, client=open_session)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send, with errors told apart."""
+        """Send, with errors told apart and every header as it is."""
+        if _repeats(request.headers):
+            request.headers = _EachHeader(request.headers.raw)
         try:
             return await super().handle_async_request(request)
         except httpx.ConnectTimeout as error:
