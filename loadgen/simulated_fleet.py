@@ -28,6 +28,8 @@ class _Use:
     kv_tokens_peak: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class FleetWorker:
         self._held = (0, 0)
         self._use = _Use()
         self._page = _Page()
+        self._prefixes = (0, 0)
 
     def begin(self, now_s: float) -> float | None:
         """Begin an iteration; answers when it ends, None when there is nothing to do."""
@@ -101,8 +104,9 @@ class FleetWorker:
         self.up = False
         self.iterating = False
         self.life += 1
+        self._count_prefixes()
         self.model = self.setup.machine()
-        self._page = _Page(restarted=True)
+        self._page, self._prefixes = _Page(restarted=True), (0, 0)
         return lost
 
     def report(self, bias: float) -> WorkerReport:
@@ -111,7 +115,7 @@ class FleetWorker:
         Args:
             bias: the iteration time told is this many times the true one.
         """
-        page = self._page
+        page, seen = self._page, self._seen_prefixes()
         iteration_s = bias * page.token_latency_s / page.tokens if page.tokens else None
         report = WorkerReport(
             running=page.running,
@@ -122,13 +126,24 @@ class FleetWorker:
             iteration_s=iteration_s,
             preemptions_total=self.model.stats().preemptions_total,
             restarted=page.restarted,
+            prefix_queries=None if seen is None else seen[0],
+            prefix_hits=None if seen is None else seen[1],
         )
         page.token_latency_s, page.tokens, page.restarted = 0.0, 0, False
         return report
 
+    def _seen_prefixes(self) -> tuple[int, int] | None:
+        """(queries, hits) since the last scrape; None without a prefix cache."""
+        if not self.setup.piece_tokens:
+            return None
+        stats, before = self.model.stats(), self._prefixes
+        self._prefixes = (stats.prefix_queries_total, stats.prefix_hits_total)
+        return self._prefixes[0] - before[0], self._prefixes[1] - before[1]
+
     def use(self, span_s: float) -> WorkerUse:
         """Sum up a run of so many seconds."""
         use = self._use
+        self._count_prefixes()
         slots_s = span_s * self.setup.batch_limit
         kv_s = span_s * self.model.kv_capacity_tokens
         return WorkerUse(
@@ -141,7 +156,15 @@ class FleetWorker:
             kv_tokens_at_end=self.model.kv_tokens_used,
             output_tokens=use.output_tokens,
             preemptions=use.preemptions,
+            prefix_queries=use.prefix_queries,
+            prefix_hits=use.prefix_hits,
         )
+
+    def _count_prefixes(self) -> None:
+        """Add what the present model has looked up; call once in its life."""
+        stats = self.model.stats()
+        self._use.prefix_queries += stats.prefix_queries_total
+        self._use.prefix_hits += stats.prefix_hits_total
 
     def _show(self) -> None:
         page, model = self._page, self.model

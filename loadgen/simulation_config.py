@@ -32,6 +32,8 @@ class SimulatedWorker:
         iteration_factor: its iterations take this many times the profile's time.
         block_tokens: KV block size.
         prefill: whether it computes prompts itself, or decodes only.
+        piece_tokens: prompt tokens of a piece of its prefix cache, which is the block size of the
+            trace's hash_ids (Mooncake: 512); 0 for no such cache.
         iteration_guess_s: what the router is told at the start; None for what it is at full batch
             and a mean KV of KV_GUESS_TOKENS a request.
     """
@@ -43,6 +45,7 @@ class SimulatedWorker:
     iteration_factor: float = 1.0
     block_tokens: int = 16
     prefill: bool = True
+    piece_tokens: int = 0
     iteration_guess_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -53,7 +56,12 @@ class SimulatedWorker:
     def machine(self) -> DecodeWorker:
         """Build the worker, empty."""
         return DecodeWorker(
-            self.profile, self.batch_limit, self.kv_capacity_tokens, self.block_tokens, self.prefill
+            self.profile,
+            self.batch_limit,
+            self.kv_capacity_tokens,
+            self.block_tokens,
+            self.prefill,
+            self.piece_tokens,
         )
 
     def spec(self) -> WorkerSpec:

@@ -97,6 +97,7 @@ class WorkerUse:
         kv_tokens_at_end: room of the blocks still allocated when the last request had ended.
         output_tokens: tokens produced, of requests that were lost later too.
         preemptions: sequences preempted.
+        prefix_queries: prompt tokens looked up in its prefix cache. prefix_hits: of these, found.
     """
 
     worker_id: str
@@ -108,6 +109,8 @@ class WorkerUse:
     kv_tokens_at_end: int
     output_tokens: int
     preemptions: int
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from service.control.events import (
     Left,
     Outcome,
     Prefill,
+    Prefix,
     Refuse,
     Request,
     Returned,
@@ -113,6 +114,7 @@ class _Simulation:
                 price_latency_s=config.telemetry.price_latency_s,
             ),
         )
+        self._piece_tokens = max(setup.piece_tokens for setup in config.workers)
         self._open = len(self._requests)
         self._end_s = 0.0
         self._touched: dict[str, FleetWorker] = {}
@@ -172,9 +174,18 @@ class _Simulation:
                     value=trace.value,
                     ttft_bound_s=trace.ttft_bound_s,
                     streams=self._telemetry.streams,
+                    prefix=self._prefix(trace),
                 )
             )
         )
+
+    def _prefix(self, trace: TraceRequest) -> Prefix | None:
+        """What a trace says of a prompt's beginning, where workers keep prompts."""
+        if not (self._piece_tokens and trace.hash_ids):
+            return None
+        size = self._piece_tokens
+        ends = tuple(range(size, size * len(trace.hash_ids) + 1, size))
+        return Prefix(trace.hash_ids, ends)
 
     def _obey(self, command: Command) -> None:
         self._hooks.on_command(self._time.now_s, command)
@@ -202,7 +213,12 @@ class _Simulation:
             self._time.later(network_s, partial(self._hand_back, request))
             return
         try:
-            worker.model.submit(str(request.index), trace.prompt_tokens, trace.decode_tokens)
+            worker.model.submit(
+                str(request.index),
+                trace.prompt_tokens,
+                trace.decode_tokens,
+                pieces=trace.hash_ids,
+            )
         except RequestTooLargeError:
             lose = partial(self._lose, request, 0, "too_large_for_worker")
             self._time.later(network_s, lose)

@@ -46,6 +46,11 @@ def measure(result: SimulationResult, *, windows: bool = False) -> Measured:
     values["utilisation"] = math.fsum(w.batch_use for w in workers) / len(workers)
     values["kv_utilisation"] = math.fsum(w.kv_use for w in workers) / len(workers)
     values["preemptions"] = float(sum(worker.preemptions for worker in workers))
+    queries = sum(worker.prefix_queries for worker in workers)
+    if queries:
+        values["hit_rate"] = sum(worker.prefix_hits for worker in workers) / queries
+        shares = [worker.batch_use for worker in workers]
+        values["load_spread"] = max(shares) / max(min(shares), 1e-9)
     values["iteration_s"] = result.iteration_s
     if result.router is not None:
         values["faults"] = float(result.router.fallback_ticks)

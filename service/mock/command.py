@@ -32,6 +32,7 @@ class MockWorkerOptions:
         data_parallel_size: engines behind the server, each with the sizes above.
         kv_transfer: passes prompts on to other mock workers, and fetches theirs.
         kv_lease_s: how long it keeps a prompt that nobody fetches.
+        enable_prefix_caching: prompts that begin alike are computed once, while memory lasts.
         decode_only: prompts cost nothing here, as behind a prefill worker.
         log_level: of the HTTP server.
     """
@@ -50,6 +51,7 @@ class MockWorkerOptions:
     data_parallel_size: int = 1
     kv_transfer: bool = False
     kv_lease_s: float = 30.0
+    enable_prefix_caching: bool = False
     decode_only: bool = False
     log_level: str = "info"
 
@@ -73,6 +75,7 @@ class MockWorkerOptions:
             prefill=not self.decode_only,
             kv_transfer=self.kv_transfer,
             kv_lease_s=self.kv_lease_s,
+            prefix_caching=self.enable_prefix_caching,
             data_parallel_size=self.data_parallel_size,
             time_scale=self.time_scale,
             seed=self.seed,

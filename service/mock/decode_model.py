@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from service.mock.decode_records import DecodeWorkerStats, Iteration, RequestTooLargeError
 from service.mock.kv_blocks import KvBlocks
+from service.mock.prefix_blocks import PrefixBlocks
 
 if TYPE_CHECKING:
     from service.mock.profiles import DecodeProfile
@@ -29,6 +30,7 @@ class _Sequences:
         kv_tokens: KV tokens of each sequence at admission, then in first_step.
         first_step: step in which it decodes (again) for the first time; None while it does not.
         prefilled: whether its prompt comes from elsewhere; not again after a preemption.
+        pieces: ids of its prompt's pieces. cached: tokens found in the prefix cache.
     """
 
     request_id: str
@@ -40,6 +42,8 @@ class _Sequences:
     kv_tokens: int = 0
     first_step: int | None = None
     prefilled: bool = False
+    pieces: tuple[int, ...] = ()
+    cached: int = 0
 
 
 @dataclass(slots=True)
@@ -85,6 +89,7 @@ class DecodeWorker:
         kv_capacity_tokens: M; None for the profile's. Rounded down to whole blocks.
         block_tokens: KV block size.
         prefill: whether prompts are computed here, or elsewhere (decode-only).
+        piece_tokens: prompt tokens of a piece of the prefix cache; 0 for no such cache.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class DecodeWorker:
         kv_capacity_tokens: int | None = None,
         block_tokens: int = 16,
         prefill: bool = True,
+        piece_tokens: int = 0,
     ) -> None:
         if batch_limit < 1:
             raise ValueError("batch_limit must be at least 1")
@@ -103,6 +109,7 @@ class DecodeWorker:
         self._prefill = prefill
         # Memory that is kept for another worker is taken from here and given back by its keeper.
         self.kv = KvBlocks(capacity, block_tokens)
+        self._prefixes = PrefixBlocks(piece_tokens)
         self._waiting: OrderedDict[str, _Sequences] = OrderedDict()
         self._running: dict[str, _Sequences] = {}
         self._prefilling: dict[str, _Sequences] = {}
@@ -161,10 +168,11 @@ class DecodeWorker:
         *,
         sequences: int = 1,
         prefilled: bool = False,
+        pieces: tuple[int, ...] = (),
     ) -> None:
         """Append a request to the worker's own queue; decode_tokens is the length it will have.
 
-        With prefilled its prompt was computed elsewhere.
+        With prefilled its prompt was computed elsewhere; by its pieces it is known again.
 
         Raises:
             RequestTooLargeError: it could not run even if it were alone.
@@ -187,7 +195,7 @@ class DecodeWorker:
                 f"the worker has {self.kv.total}"
             )
         self._waiting[request_id] = _Sequences(
-            request_id, prompt_tokens, decode_tokens, sequences, prefilled=prefilled
+            request_id, prompt_tokens, decode_tokens, sequences, prefilled=prefilled, pieces=pieces
         )
         self._queued += sequences
         self._tokens_left += sequences * decode_tokens
@@ -215,6 +223,10 @@ class DecodeWorker:
     def decode_tokens(self, request_id: str) -> int:
         """Output tokens of each of the request's sequences so far; KeyError when not here."""
         return self._produced(self._running.get(request_id) or self._waiting[request_id])
+
+    def cached_tokens(self, request_id: str) -> int:
+        """Tokens of a request in the batch that were found in the prefix cache."""
+        return self._running[request_id].cached
 
     def progress(self) -> dict[str, int]:
         """Output tokens of each sequence so far, for every request in the batch."""
@@ -293,6 +305,8 @@ class DecodeWorker:
             iterations_total=totals.iterations,
             finished_total=totals.finished,
             aborted_total=totals.aborted,
+            prefix_queries_total=self._prefixes.queries,
+            prefix_hits_total=self._prefixes.hits,
         )
 
     def _preempt(self, step: _Step) -> None:
@@ -324,7 +338,9 @@ class DecodeWorker:
             sequences.kv_tokens = kv_tokens
             step.started.append(sequences.request_id)
             if not sequences.prefilled:
-                sequences.prefill_left = sequences.count * kv_tokens
+                found = self._prefixes.enter(sequences.pieces, kv_tokens, self.kv.free_tokens)
+                sequences.cached = found
+                sequences.prefill_left = sequences.count * (kv_tokens - found)
                 self._prefilling[sequences.request_id] = sequences
                 self._compute_prompt(sequences, step)
             else:
@@ -375,6 +391,8 @@ class DecodeWorker:
             sequences.produced = self._produced(sequences)
             sequences.first_step = None
         self.kv.give(sequences.count, kv_tokens)
+        if not sequences.prefilled:
+            self._prefixes.leave(sequences.pieces, self.kv.free_tokens)
         self._batch -= sequences.count
         del self._running[sequences.request_id]
 

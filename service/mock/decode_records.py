@@ -46,6 +46,8 @@ class DecodeWorkerStats:
         iterations_total: iterations ended.
         finished_total: requests that ran to their end.
         aborted_total: requests that were aborted.
+        prefix_queries_total: prompt tokens looked up in the prefix cache.
+        prefix_hits_total: of these, found there.
     """
 
     running: int
@@ -61,3 +63,5 @@ class DecodeWorkerStats:
     iterations_total: int
     finished_total: int
     aborted_total: int
+    prefix_queries_total: int = 0
+    prefix_hits_total: int = 0

@@ -49,6 +49,7 @@ class Decode:
         prefilled: whether its prompt was computed elsewhere.
         keep_as: name under which its prompt is kept for another worker, or "".
         prompt_key: which prompt that is.
+        pieces: ids of its prompt's blocks. cached_tokens: found in the prefix cache.
     """
 
     prompt_tokens: int
@@ -61,6 +62,8 @@ class Decode:
     prefilled: bool = False
     keep_as: str = ""
     prompt_key: int = 0
+    pieces: tuple[int, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +119,7 @@ class MockEngine:
             config.kv_tokens,
             config.block_tokens,
             config.prefill,
+            config.block_tokens if config.prefix_caching else 0,
         )
         self.kv_store = KvStore(config.kv_lease_s, self._pin, self._unpin)
         self._held: dict[str, tuple[Generation, Decode]] = {}
@@ -159,6 +163,7 @@ class MockEngine:
                 decode.prompt_tokens,
                 decode.decode_tokens,
                 prefilled=decode.prefilled,
+                pieces=decode.pieces,
             )
             self._held[decode.engine_id] = (generation, decode)
         self._work.set()
@@ -227,6 +232,8 @@ class MockEngine:
         series = self.series
         for engine_id in iteration.started:
             self._note_start(engine_id, began_s)
+            if engine_id in self._held and engine_id in self._model:
+                self._held[engine_id][1].cached_tokens = self._model.cached_tokens(engine_id)
         gaps_s: Counter[float] = Counter()
         finished = set(iteration.finished)
         for engine_id in (*self._model.running, *iteration.finished):

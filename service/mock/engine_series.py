@@ -155,6 +155,8 @@ class EngineSeries(Collector):
     def _counters(self) -> Iterator[Metric]:
         stats = self._stats
         yield self._counter("vllm:num_preemptions", stats.preemptions_total)
+        yield self._counter("vllm:prefix_cache_queries", stats.prefix_queries_total)
+        yield self._counter("vllm:prefix_cache_hits", stats.prefix_hits_total)
         yield self._counter("vllm:prompt_tokens", stats.prompt_tokens_total)
         yield self._counter("vllm:generation_tokens", stats.generation_tokens_total)
         success = CounterMetricFamily(
@@ -183,7 +185,7 @@ class EngineSeries(Collector):
         return {
             "block_size": str(self._config.block_tokens),
             "cache_dtype": "auto",
-            "enable_prefix_caching": "False",
+            "enable_prefix_caching": str(self._config.prefix_caching),
             "engine": self._labels["engine"],
             "kv_cache_max_concurrency": str(tokens / self._config.max_model_len),
             "kv_cache_size_tokens": str(tokens),

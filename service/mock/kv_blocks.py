@@ -25,6 +25,11 @@ class KvBlocks:
         self.growing = 0
         self._opening = [0] * block_tokens
 
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that the free blocks have room for."""
+        return (self.total - self.used) * self.block_tokens
+
     def blocks(self, tokens: int) -> int:
         """Blocks that hold so many tokens of one sequence."""
         return -(-tokens // self.block_tokens)

@@ -53,6 +53,7 @@ class Asked:
         continuous_usage: whether every chunk carries it.
         request_id: as sent in the body, or None.
         prompt_key: tells the first prompt from others.
+        tells_cached: whether its usage says what was found in the prefix cache.
         kv_transfer: kv_transfer_params, or None where the worker has no connector.
     """
 
@@ -67,6 +68,7 @@ class Asked:
     request_id: str | None
     prompt_key: int
     kv_transfer: dict[str, object] | None
+    tells_cached: bool = False
 
 
 class Reader:
@@ -85,8 +87,9 @@ class Reader:
             ApiError: vLLM would refuse it.
         """
         body = parse_body(CompletionBody, raw)
-        lengths, keys = [], []
+        lengths, keys, texts = [], [], []
         for prompt in body.prompts():
+            texts.append(prompt if isinstance(prompt, bytes) else array("i", prompt).tobytes())
             if isinstance(prompt, bytes):
                 lengths.append(text_tokens(prompt))
                 keys.append(zlib.crc32(prompt))
@@ -95,7 +98,7 @@ class Reader:
                 keys.append(zlib.crc32(array("i", prompt)))
         if not lengths or not all(lengths):
             raise ApiError(400, "The decoder prompt cannot be empty", param="prompt")
-        return self._asked(body, body.wanted_tokens(), lengths, keys)
+        return self._asked(body, lengths, keys, texts)
 
     def chat(self, raw: bytes) -> Asked:
         """Read a body of /v1/chat/completions.
@@ -106,23 +109,30 @@ class Reader:
         body = parse_body(ChatBody, raw)
         key = zlib.crc32(repr(body.messages).encode())
         length = sum(MESSAGE_TOKENS + _content_tokens(m.content) for m in body.messages)
-        return self._asked(body, body.wanted_tokens(), [length], [key])
+        text = b"".join(f"{m.role} {m.content}".encode() for m in body.messages)
+        return self._asked(body, [length], [key], [text])
 
     def _asked(
-        self, body: GenerationBody, wanted: int | None, lengths: Sequence[int], keys: Sequence[int]
+        self,
+        body: CompletionBody | ChatBody,
+        lengths: Sequence[int],
+        keys: Sequence[int],
+        texts: Sequence[bytes],
     ) -> Asked:
         """Check what depends on the worker, and settle every sequence's length."""
+        wanted = body.wanted_tokens()
         self._check_fields(body, len(lengths))
         self._check_lengths(wanted, max(lengths))
         decodes, text_keys = [], []
-        for prompt_tokens, key in zip(lengths, keys, strict=True):
+        for prompt_tokens, key, text in zip(lengths, keys, texts, strict=True):
+            pieces = self._pieces(text)
             room = self._config.max_model_len - prompt_tokens
             limit = room if wanted is None else min(wanted, room)
             for index in range(body.n):
                 text_key = zlib.crc32(f"{key} {index} {body.seed}".encode())
                 decode_tokens = min(limit, self._decode_tokens(body, limit, text_key))
                 reason = "length" if decode_tokens == limit else "stop"
-                decodes.append(Decode(prompt_tokens, decode_tokens, reason))
+                decodes.append(Decode(prompt_tokens, decode_tokens, reason, pieces=pieces))
                 text_keys.append(text_key)
         options = body.stream_options or StreamOptions(include_usage=False)
         return Asked(
@@ -137,7 +147,18 @@ class Reader:
             request_id=body.request_id,
             prompt_key=keys[0],
             kv_transfer=body.kv_transfer_params if self._config.kv_transfer else None,
+            tells_cached=self._config.prefix_caching,
         )
+
+    def _pieces(self, text: bytes) -> tuple[int, ...]:
+        """Ids of the whole blocks of a prompt, each of all the text up to its end."""
+        if not self._config.prefix_caching:
+            return ()
+        size, piece, pieces = TEXT_BYTES_PER_TOKEN * self._config.block_tokens, 0, []
+        for start in range(0, len(text) - size + 1, size):
+            piece = hash((piece, text[start : start + size]))
+            pieces.append(piece)
+        return tuple(pieces)
 
     def _decode_tokens(self, body: GenerationBody, limit: int, text_key: int) -> int:
         """Length the answer will have: told, else as long as allowed, else drawn.

@@ -36,13 +36,16 @@ def word(key: int, position: int) -> bytes:
     return WORDS[(key + _STRIDE * position) % len(WORDS)]
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, object]:
-    """Return a usage object."""
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None
+) -> dict[str, object]:
+    """Return a usage object; what was cached only where that is told."""
+    details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
-        "prompt_tokens_details": None,
+        "prompt_tokens_details": details,
     }
 
 
@@ -98,7 +101,9 @@ class Reply:
 
     def _usage(self) -> dict[str, object]:
         produced = sum(decode.produced for decode in self._asked.decodes)
-        return usage(self._asked.prompt_tokens, produced)
+        cached = sum(decode.cached_tokens for decode in self._asked.decodes)
+        told = cached if self._asked.tells_cached else None
+        return usage(self._asked.prompt_tokens, produced, told)
 
     def _head(self, chat_object: str) -> dict[str, object]:
         return {

@@ -36,6 +36,8 @@ class MockWorkerConfig:
         kv_transfer: has a connector that passes prompts on (--kv-transfer-config); else
             kv_transfer_params are ignored.
         kv_lease_s: how long it keeps a prompt that nobody fetches, whatever time_scale is.
+        prefix_caching: keeps the blocks of prompts for later ones that begin alike, and tells
+            cached_tokens (--enable-prefix-caching --enable-prompt-tokens-details).
         request_id_headers: answer with x-request-id (--enable-request-id-headers).
         data_parallel_size: engines behind the server, each with the sizes above.
         data_parallel_start_rank: label of the first of them, above 0 on the later servers of a
@@ -56,6 +58,7 @@ class MockWorkerConfig:
     decode_tokens_sigma: float = 1.0
     kv_transfer: bool = False
     kv_lease_s: float = 30.0
+    prefix_caching: bool = False
     request_id_headers: bool = False
     data_parallel_size: int = 1
     data_parallel_start_rank: int = 0
