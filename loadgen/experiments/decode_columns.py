@@ -74,7 +74,7 @@ def plan(scale: Scale) -> Plan:
     base = ControlConfig(horizon_iterations=LMSYS_HORIZON, queue_max=100_000)
     book = RuleBook(base)
     case = Case(
-        load=Load(kv_load=KV_LOAD, requests=scale.requests),
+        load=Load(kv_load=KV_LOAD, requests=scale.fewer),
         workers=a100_fleet(WORKERS, BATCH_LIMIT, KV_TOKENS),
         rule=book.forward(),
     )
@@ -143,7 +143,7 @@ def _report(scale: Scale, found: Sequence[Knowledge], results: Results) -> Docum
             "tokens, prompts computed by the workers; a preempted request is computed again",
             "load": f"LMSYS-like lengths, Poisson, {KV_LOAD:g} of the KV memory (token-iterations "
             "over capacity at the pace of a full batch, so about 0.97 of what can be had), "
-            f"{scale.requests} requests",
+            f"{scale.fewer} requests",
             "exact, within 20 %": "the router is told the length, or one within 20 %; a quantile "
             "then is that of how wrong hints were",
             "none": "no hint and one group: the distribution of all traffic by prompt length",

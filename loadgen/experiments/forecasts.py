@@ -75,7 +75,7 @@ def plan(scale: Scale) -> Plan:
             lines = tuple(
                 line(
                     replace(case, rule=rule, load=replace(load, prediction=prediction)),
-                    scale.seeds,
+                    scale.fewer_seeds,
                 )
                 for rule, prediction in told
             )
@@ -149,7 +149,7 @@ def _report(
             "loss of the same predictors": "docs/results/length-prediction.md",
         },
         command=scale.command(NAME),
-        seeds=scale.seeds,
+        seeds=scale.fewer_seeds,
         tables=tuple(item.table((*SECOND_TABLE, UTILISATION), results) for item in comparisons),
         charts=(chart,),
         claims=claims,

@@ -87,8 +87,8 @@ def plan(scale: Scale) -> Plan:
             rule=book.reward_bound(),
             ttft_bound_s=49 * PERIOD_S,
         )
-        policies = tuple(line(replace(case, rule=rule), scale.seeds) for rule in rules)
-        judged.append(Judged(f"{load:g}", line(case, scale.seeds), policies))
+        policies = tuple(line(replace(case, rule=rule), scale.fewer_seeds) for rule in rules)
+        judged.append(Judged(f"{load:g}", line(case, scale.fewer_seeds), policies))
     small = _small(scale)
     return Plan(cases_of([*judged, small]), partial(_report, scale, tuple(judged), small))
 
@@ -147,7 +147,7 @@ def _report(scale: Scale, judged: Sequence[Judged], small: Judged, results: Resu
             f"integer program; seeds {', '.join(str(c.load.seed) for c in small.bound.cases)}",
         },
         command=scale.command(NAME),
-        seeds=scale.seeds,
+        seeds=scale.fewer_seeds,
         tables=(*_tables(judged, results), _small_table(small, results)),
         charts=(_chart(judged, results),),
         claims=claims,

@@ -117,7 +117,7 @@ def _sweep(axis: str, settings: dict[str, Case], rules: Sequence[Rule], scale: S
             rule.label,
             names,
             tuple(
-                line(replace(case, rule=rule), scale.seeds, f"{rule.label}: {name}")
+                line(replace(case, rule=rule), scale.fewer_seeds, f"{rule.label}: {name}")
                 for name, case in settings.items()
             ),
         )
@@ -144,7 +144,7 @@ def _staleness_report(scale: Scale, sweeps: Sequence[Sweep], results: Results) -
             "wrong pace": "both the first guess and every report are this many times the truth",
         },
         command=scale.command("staleness"),
-        seeds=scale.seeds,
+        seeds=scale.fewer_seeds,
         tables=tuple(
             tabulate(sweep.lines, TableSpec(sweep.axis, SECOND_TABLE), results) for sweep in sweeps
         ),
@@ -185,7 +185,7 @@ def _prediction_report(scale: Scale, sweep: Sweep, results: Results) -> Document
             "group, so it knows nothing about the single request",
         },
         command=scale.command("prediction"),
-        seeds=scale.seeds,
+        seeds=scale.fewer_seeds,
         tables=(tabulate(sweep.lines, TableSpec(sweep.axis, PERIOD_TABLE), results),),
         charts=(_chart("prediction", "TTFT", (sweep,), results, p99=True),),
         faults=faults(all_cases(sweep.lines), results),

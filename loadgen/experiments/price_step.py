@@ -65,7 +65,7 @@ def plan(scale: Scale) -> Plan:
         for step_size in STEP_SIZES:
             steps[f"{step_size:g}"] = _with_step(book.published(chosen), step_size)
         lines = tuple(
-            line(replace(case, rule=rule), scale.seeds, f"({text}), step {step}")
+            line(replace(case, rule=rule), scale.fewer_seeds, f"({text}), step {step}")
             for step, rule in steps.items()
         )
         curves.append(Curve(f"weights ({text})", tuple(steps), lines))
@@ -95,7 +95,7 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
             f"{LARGE_ALPHA_STEP:g} where alpha is at least {LARGE_ALPHA:g}, in all others",
         },
         command=scale.command(NAME),
-        seeds=scale.seeds,
+        seeds=scale.fewer_seeds,
         tables=(tabulate(lines, TableSpec("Every point", PERIOD_TABLE), results),),
         charts=(
             Chart(

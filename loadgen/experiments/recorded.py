@@ -114,7 +114,7 @@ def _report(
             "bound": f"{TTFT_BOUND_S:g} s to the first token",
         },
         command=scale.command(NAME),
-        seeds=scale.seeds,
+        seeds=scale.fewer_seeds,
         tables=tuple(item.table((*SECOND_TABLE, UTILISATION), results) for item in comparisons),
         charts=charts,
         faults=faults(cases_of(comparisons), results),

@@ -57,7 +57,7 @@ def plan(scale: Scale) -> Plan:
     """Choose the cases of every panel."""
     drawn = {
         figure: tuple(
-            (panel, panel.lines(panel.seeds(scale), scale.fewer, bound=scale.full))
+            (panel, panel.lines(scale.fewer_seeds, scale.fewer, bound=scale.full))
             for panel in parts
         )
         for figure, (_, parts) in figures().items()
@@ -90,7 +90,7 @@ def _report(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results
             "offered load, decode work over slots": _loads(drawn, results),
         },
         command=scale.command(NAME),
-        seeds=scale.seeds,
+        seeds=scale.fewer_seeds,
         tables=tuple(
             panels.panel_table(panel, lines, results)
             for parts in drawn.values()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 NAME = "tiers"
 BATCH_TIER = "batch"
 MIXES = ((0.52, 0.47), (0.51, 0.78), (0.70, 0.81))
-RESERVES, RESERVES_FULL = (0, 8, 32), (0, 4, 8, 16, 32)
+RESERVES = (0, 4, 8, 16, 32)
 SLOTS_PER_WORKER, WORKERS, KV_TOKENS = 32, 4, 45_000
 VALUE = 4.0
 """An interactive request is worth this many batch ones, where nothing else is said."""
@@ -47,6 +47,8 @@ POINTS = ((2.0, 0.9), (2.0, 0.0), (4.0, 0.0), (10.0, 0.0))
 NO_PRICES = "online_lp forward, zero prices"
 TOKENS_SLACK, TAIL_CUT = 0.98, 0.6
 BOUND_PERIODS = 49
+LONGER = 2
+"""Times as many requests as elsewhere."""
 PERIODS_PER_REQUEST = 2
 """The time of arrivals is this many periods times the usual number of requests."""
 P99, TOKENS = f"{FIRST_TIER}.ttft_p99_s", f"{BATCH_TIER}.tokens_per_s"
@@ -101,7 +103,7 @@ def plan(scale: Scale) -> Plan:
     mixes = []
     for interactive, batch in MIXES:
         case = _case(scale, book, interactive, batch)
-        slots = RESERVES_FULL if scale.full else RESERVES
+        slots = RESERVES
         families = (
             [book.reserve(kept) for kept in slots],
             [book.reserve(kept, PolicyName.CENTRAL_FCFS) for kept in slots],
@@ -139,8 +141,8 @@ def _case(scale: Scale, book: RuleBook, interactive: float, batch: float) -> Cas
     return Case(
         load=Load(
             tiers=(first, Tier(name=BATCH_TIER, trace=LONG_ANSWERS, load=batch)),
-            duration_s=PERIODS_PER_REQUEST * scale.requests * PERIOD_S,
-            requests=scale.requests,
+            duration_s=PERIODS_PER_REQUEST * scale.times(LONGER) * PERIOD_S,
+            requests=scale.times(LONGER),
         ),
         workers=unit_fleet(WORKERS, SLOTS_PER_WORKER, KV_TOKENS),
         rule=book.forward(),
@@ -184,8 +186,8 @@ def _report(scale: Scale, mixes: Sequence[Mix], results: Results) -> Document:
             "batch": "prompts of 256, answers uniform in 200 to 1,000 tokens, value 1, no bound",
             "reserve": "strict priority of the interactive tier, shortest first or in order of "
             "arrival; batch starts only while more slots of the fleet are free than the reserve",
-            "time": f"arrivals for {PERIODS_PER_REQUEST * scale.requests} periods; batch tokens "
-            "are counted in that time",
+            "time": f"arrivals for {PERIODS_PER_REQUEST * scale.times(LONGER)} periods; batch "
+            "tokens are counted in that time",
             "weights": "shipped unless said otherwise; the tiers differ in value and bound alone",
         },
         command=scale.command(NAME),

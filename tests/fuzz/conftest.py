@@ -6,6 +6,7 @@ import os
 from collections import Counter, defaultdict
 
 import pytest
+from fastapi.dependencies import models
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 """Cases of each test; 0 is the short run of the test suite."""
@@ -15,6 +16,13 @@ FIGURES: pytest.StashKey[dict[str, Counter[str]]] = pytest.StashKey()
 def examples(short: int) -> int:
     """How many cases a test tries."""
     return EXAMPLES or short
+
+
+def forget_applications() -> None:
+    """Empty FastAPI's caches of endpoints: they keep the last thousands of applications alive."""
+    for cached in vars(models).values():
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
 
 
 @pytest.fixture

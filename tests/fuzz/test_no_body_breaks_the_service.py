@@ -15,7 +15,7 @@ from service.app import build
 from service.control.events import WorkerState
 from service.settings import MockConfig, Settings
 from tests.clock import run_virtual
-from tests.fuzz.conftest import examples
+from tests.fuzz.conftest import examples, forget_applications
 from tests.service.scripted_server import ScriptedServer, page
 from tests.service.stage import HandlerTransport, Stage, answer
 from tests.service.test_fleet_follows_its_workers import watching
@@ -90,6 +90,7 @@ def test_every_body_gets_an_answer_of_the_right_shape(
                     assert set(exchange.error) == {"message", "type", "param", "code"}
 
     run_virtual(scenario())
+    forget_applications()
 
 
 def documented() -> list[tuple[str, str]]:
@@ -130,6 +131,7 @@ def test_every_documented_route_answers_any_method_query_and_headers(
                     assert exchange.status in {200, 400, 401, 404, 422, 503}
 
     run_virtual(scenario())
+    forget_applications()
 
 
 pages = st.binary(max_size=300) | st.lists(
@@ -169,6 +171,7 @@ def test_no_page_of_metrics_takes_a_worker_that_answers_out_of_use(
             assert watched.states["a"] == [WorkerState.DOWN, WorkerState.UP]
 
     run_virtual(scenario())
+    forget_applications()
 
 
 def test_the_documented_routes_are_found() -> None:
