@@ -30,6 +30,7 @@ def worker(name: str = "a", **fields: object) -> WorkerStats:
         kv_tokens=0,
         kv_capacity_tokens=int(KV_TOKENS),
         iteration_s=0.05,
+        token_s=0.05,
         startable=True,
         price_batch=0.0,
         price_kv=0.0,
