@@ -1,7 +1,8 @@
 """3 controller: the sans-I/O state machine. Events in, commands out, time as a parameter.
 
 Holds the waiting requests, the ledger of started ones and the fleet; asks a policy at every tick.
-Read view.py for what a policy sees, forward.py and published.py for the decision itself.
+Read life.py for what becomes of a request, view.py for what a policy sees, forward.py and
+published.py for the decision itself.
 """
 
 from __future__ import annotations
@@ -20,13 +21,10 @@ from service.control.events import (
     Event,
     FirstToken,
     Left,
-    Outcome,
     Prefilled,
     PrefillFailed,
     Progressed,
     Refusal,
-    Refuse,
-    Request,
     Returned,
     Start,
     WorkerChanged,
@@ -39,6 +37,7 @@ from service.control.fleet_state import FleetState
 from service.control.handoff import Handoff
 from service.control.ledger import Ledger
 from service.control.lengths import LengthPredictor
+from service.control.life import RETURNS_MAX, Life
 from service.control.policies import make_policy
 from service.control.prices import PriceProblem, PriceSolution
 from service.control.rate import RateMonitor
@@ -46,15 +45,15 @@ from service.control.sight import Sight, checked
 from service.control.stats import Counters, RouterStats
 from service.control.tenants import Tenants
 from service.control.view import Pair
-from service.control.waiting import Entry, Route, WaitingRoom, fit_to_fleet
-from service.control.worker_stats import free_slots, has_free_slot, worker_stats
+from service.control.waiting import WaitingRoom
+from service.control.worker_stats import has_free_slot, worker_stats
+
+__all__ = ["IDLE_REFRESH_S", "RETURNS_MAX", "Router"]
 
 TICK_MIN_S = 0.001
 IDLE_REFRESH_S = 1.0
 """Time between two price refreshes while no request waits."""
 TOO_SLOW = "its decisions took too long"
-RETURNS_MAX = 8
-"""Workers that may turn one request away before it is refused."""
 
 
 class Router:
@@ -64,14 +63,14 @@ class Router:
         self._config = config
         self._policy = make_policy(config)
         self._fallback = CentralFcfs()
-        self._predictor = predictor or LengthPredictor(
+        predictor = predictor or LengthPredictor(
             config.decode_tokens_default, config.decode_quantile
         )
         self._fleet = FleetState(config.handoff, config.slow_start_s)
         self._affinity = Affinity(self._fleet, config.affinity.weight)
         self._waiting = WaitingRoom(self._affinity)
         self._handoff = Handoff(config.handoff, self._fleet, self._waiting)
-        self._ledger = Ledger(self._predictor)
+        self._ledger = Ledger(predictor)
         self._tenants = Tenants(config.tenants)
         self._sight = Sight(
             config=config,
@@ -84,6 +83,18 @@ class Router:
         self._rate = RateMonitor(config.rate)
         self._nobody_up_since_s = -np.inf
         self._counters = Counters()
+        self._life = Life(
+            config=config,
+            predictor=predictor,
+            fleet=self._fleet,
+            affinity=self._affinity,
+            waiting=self._waiting,
+            handoff=self._handoff,
+            ledger=self._ledger,
+            tenants=self._tenants,
+            rate=self._rate,
+            counters=self._counters,
+        )
         self._adopted_s: float | None = None
         self._asked_s = -np.inf
         self._natural: tuple[FloatArray, FloatArray] | None = None
@@ -97,7 +108,7 @@ class Router:
         """
         match event:
             case Arrived(request):
-                return self._arrive(request)
+                return self._life.arrive(request)
             case FirstToken(request_id):
                 self._ledger.progress({request_id: 1}, now_s)
                 self._affinity.computed(request_id)
@@ -105,14 +116,14 @@ class Router:
             case Progressed(decode_tokens):
                 self._ledger.progress(decode_tokens, now_s)
             case Prefilled(request_id):
-                self._prefilled(request_id, now_s)
+                self._life.prefilled(request_id, now_s)
             case PrefillFailed(request_id, kept):
                 self._fleet.prefill.leave(request_id, now_s, kept=kept)
                 self._ledger.prefilled(request_id, now_s)
             case Returned(request_id, worker_id):
-                return self._return(request_id, worker_id, now_s)
+                return self._life.give_back(request_id, worker_id, now_s)
             case Left(request_id, outcome, decode_tokens):
-                self._leave(request_id, outcome, decode_tokens, now_s)
+                self._life.leave(request_id, outcome, decode_tokens, now_s)
             case WorkerJoined() | WorkerChanged() | WorkerReported() | WorkerGone():
                 self._follow_worker(event, now_s)
             case _:
@@ -183,6 +194,7 @@ class Router:
     def reconfigure(self, config: ControlConfig) -> None:
         """Take other settings; requests stay, and a policy that changed learns its prices anew."""
         self._config, alike = taken_live(self._config, config)
+        self._life.config = self._config
         if not alike:
             self._policy, self._natural = make_policy(self._config), None
         self._affinity.on = self._config.affinity.weight > 0
@@ -242,108 +254,6 @@ class Router:
             return 0.0, 0.0
         return float(self._natural[0][g]), float(self._natural[1][g])
 
-    def _arrive(self, request: Request) -> list[Command]:
-        request_id = request.request_id
-        if any(request_id in held for held in (self._waiting, self._ledger, self._handoff)):
-            raise KeyError(f"request {request.request_id!r} is held already")
-        self._counters.entered += 1
-        self._rate.arrive(request.arrival_s)
-        wait_s = self._config.max_wait_s
-        if request.max_wait_s is not None:
-            wait_s = min(wait_s, request.max_wait_s)
-        entry = Entry(
-            request,
-            self._predictor.forecast(request),
-            self._counters.entered,
-            request.arrival_s + wait_s,
-            request.arrival_s,
-            route=self._handoff.route(request),
-        )
-        fit_to_fleet(entry, self._fleet)
-        self._tenants.place(entry, self._waiting.tenants, request.arrival_s)
-        self._waiting.add(entry)
-        turned_away = self._turn_away(entry)
-        return [] if turned_away is None else [self._refuse(request.request_id, *turned_away)]
-
-    def _turn_away(self, entry: Entry) -> tuple[Refusal, str] | None:
-        """Reasons to refuse at once, before any wait."""
-        # Those who arrive at one instant are counted before the tick that starts some of them.
-        waiting, room = len(self._waiting), self._config.queue_max
-        if waiting > room and waiting > room + free_slots(self._fleet, self._ledger).sum():
-            return Refusal.QUEUE_FULL, f"{room} requests are waiting already"
-        if not len(self._fleet):
-            return None
-        model = entry.request.model
-        if not self._fleet.serves(model).any():
-            return Refusal.UNKNOWN_MODEL, f"no worker serves the model {model!r}"
-        return self._too_large(entry) if entry.too_large else None
-
-    def _too_large(self, entry: Entry) -> tuple[Refusal, str]:
-        request = entry.request
-        room = max(limits.room for limits in self._fleet.shapes(request.model).serving)
-        return Refusal.TOO_LARGE, (
-            f"the prompt's {request.prompt_tokens} tokens exceed the KV cache of every worker "
-            f"that serves it (at most {room:.0f} tokens)"
-        )
-
-    def _prefilled(self, request_id: str, now_s: float) -> None:
-        """The first leg is over: the second follows, or the request waits for a decode slot."""
-        self._fleet.prefill.prefilled(request_id, now_s)
-        entry = self._handoff.prefilled(request_id)
-        if entry is None:
-            self._ledger.prefilled(request_id, now_s)
-            self._fleet.prefill.hand_over(self._ledger.request(request_id), now_s)
-            return
-        entry.entered_s = entry.prefilled_s = now_s
-        fit_to_fleet(entry, self._fleet)
-        self._waiting.add(entry)
-
-    def _return(self, request_id: str, worker_id: str, now_s: float) -> list[Command]:
-        entry, worker = self._handoff.take(request_id), -1
-        if entry is None:
-            entry, worker, _ = self._ledger.end(request_id)
-            self._affinity.computed(request_id)
-            self._tenants.end(entry, 0, now_s)
-        if worker >= 0:
-            worker_id = worker_id or self._fleet.workers[worker].spec.worker_id
-            self._fleet.own_end(worker, entry.sequences, now_s)
-        if worker_id:
-            entry.avoid.add(worker_id)
-        # What was prefilled for it is of no use to a third worker: it is prefilled again.
-        self._fleet.prefill.leave(request_id, now_s)
-        if entry.route is Route.HANDED:
-            entry.route = Route.SPLIT
-        self._counters.returns += 1
-        entry.entered_s = now_s
-        fit_to_fleet(entry, self._fleet)
-        self._waiting.add(entry)
-        if len(entry.avoid) > RETURNS_MAX:
-            detail = f"{len(entry.avoid)} workers in a row did not take the request"
-            return [self._refuse(request_id, Refusal.NO_WORKER, detail)]
-        return []
-
-    def _leave(
-        self, request_id: str, outcome: Outcome, decode_tokens: int | None, now_s: float
-    ) -> None:
-        if outcome is Outcome.COMPLETED:
-            self._fleet.prefill.fetched(request_id)
-        self._fleet.prefill.leave(request_id, now_s)
-        if request_id in self._waiting:
-            self._waiting.remove(request_id)
-        elif self._handoff.take(request_id) is None:
-            if decode_tokens is not None:
-                self._ledger.progress({request_id: decode_tokens}, now_s)
-            entry, worker, seen = self._ledger.end(request_id)
-            self._affinity.computed(request_id)
-            if worker >= 0:
-                self._fleet.own_end(worker, entry.sequences, now_s)
-            tokens = seen if decode_tokens is None else decode_tokens
-            self._tenants.end(entry, tokens, now_s)
-            if outcome is Outcome.COMPLETED:
-                self._predictor.observe(entry.request, tokens)
-                self._affinity.answered(entry.request, worker, tokens)
-        self._counters.ended[outcome] += 1
-
     def _follow_worker(
         self, event: WorkerJoined | WorkerChanged | WorkerReported | WorkerGone, now_s: float
     ) -> None:
@@ -373,11 +283,6 @@ class Router:
         if was_up and not self._fleet.up().any():
             self._nobody_up_since_s = now_s
 
-    def _refuse(self, request_id: str, reason: Refusal, detail: str) -> Refuse:
-        self._waiting.remove(request_id)
-        self._counters.refused[reason] += 1
-        return Refuse(request_id, reason, detail)
-
     def _refuse_expired(self, now_s: float, *, patient: bool) -> list[Command]:
         """Refuse those whose wait is over, of those who would wait or of those who would not."""
         commands: list[Command] = []
@@ -390,7 +295,7 @@ class Router:
                 waited_s = now_s - request.arrival_s
                 reason = Refusal.WAITED_TOO_LONG
                 detail = f"no worker could start the request within {waited_s:.1f} s"
-            commands.append(self._refuse(request_id, reason, detail))
+            commands.append(self._life.refuse(request_id, reason, detail))
         return commands
 
     def _refuse_unreachable(self, now_s: float) -> list[Command]:
@@ -404,8 +309,8 @@ class Router:
             if now_s - max(entry.entered_s, lost_s) < hold_s:
                 continue
             detail = f"no worker that serves the request came up within {hold_s:g} s"
-            why = self._too_large(entry) if entry.too_large else (Refusal.NO_WORKER, detail)
-            commands.append(self._refuse(request_id, *why))
+            why = self._life.too_large(entry) if entry.too_large else (Refusal.NO_WORKER, detail)
+            commands.append(self._life.refuse(request_id, *why))
         return commands
 
     def _decide(self, now_s: float) -> list[Pair]:

@@ -3,71 +3,21 @@
 No clock and no I/O: the caller alternates begin_iteration (how long will it take?) and
 end_iteration (what came out?). The work per iteration does not grow with the batch: all running
 requests advance by the same step, so ends are looked up by step number and KV growth is counted
-in kv_blocks.py. Durations come from profiles.py.
+in kv_blocks.py; what is held of a request is in decode_books.py. Durations come from profiles.py.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from service.mock.decode_books import Sequences, Step, Totals
 from service.mock.decode_records import DecodeWorkerStats, Iteration, RequestTooLargeError
 from service.mock.kv_blocks import KvBlocks
 from service.mock.prefix_blocks import PrefixBlocks
 
 if TYPE_CHECKING:
     from service.mock.profiles import DecodeProfile
-
-
-@dataclass(slots=True)
-class _Sequences:
-    """One request inside the worker; its parallel sequences advance together.
-
-    Attributes:
-        produced: output tokens of each sequence when it last stood still.
-        prefill_left: tokens of all sequences still to be computed before they decode.
-        kv_tokens: KV tokens of each sequence at admission, then in first_step.
-        first_step: step in which it decodes (again) for the first time; None while it does not.
-        prefilled: whether its prompt comes from elsewhere; not again after a preemption.
-        pieces: ids of its prompt's pieces. cached: tokens found in the prefix cache.
-    """
-
-    request_id: str
-    prompt_tokens: int
-    decode_tokens: int
-    count: int
-    produced: int = 0
-    prefill_left: int = 0
-    kv_tokens: int = 0
-    first_step: int | None = None
-    prefilled: bool = False
-    pieces: tuple[int, ...] = ()
-    cached: int = 0
-
-
-@dataclass(slots=True)
-class _Step:
-    """The iteration in flight."""
-
-    started: list[str] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-    first_tokens: dict[str, _Sequences] = field(default_factory=dict)
-    prefilled: dict[str, _Sequences] = field(default_factory=dict)
-    prefill_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Totals:
-    """Counters since the worker was made."""
-
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    prefill_tokens: int = 0
-    generation_tokens: int = 0
-    iterations: int = 0
-    finished: int = 0
-    aborted: int = 0
 
 
 class DecodeWorker:
@@ -110,16 +60,16 @@ class DecodeWorker:
         # Memory that is kept for another worker is taken from here and given back by its keeper.
         self.kv = KvBlocks(capacity, block_tokens)
         self._prefixes = PrefixBlocks(piece_tokens)
-        self._waiting: OrderedDict[str, _Sequences] = OrderedDict()
-        self._running: dict[str, _Sequences] = {}
-        self._prefilling: dict[str, _Sequences] = {}
-        self._ends: dict[int, dict[str, _Sequences]] = {}
+        self._waiting: OrderedDict[str, Sequences] = OrderedDict()
+        self._running: dict[str, Sequences] = {}
+        self._prefilling: dict[str, Sequences] = {}
+        self._ends: dict[int, dict[str, Sequences]] = {}
         self._batch = 0
         self._queued = 0
         self._step_number = 0
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._tokens_left = 0
-        self._totals = _Totals()
+        self._totals = Totals()
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -194,7 +144,7 @@ class DecodeWorker:
                 f"request {request_id} needs {blocks} KV blocks of {self.kv.block_tokens} tokens, "
                 f"the worker has {self.kv.total}"
             )
-        self._waiting[request_id] = _Sequences(
+        self._waiting[request_id] = Sequences(
             request_id, prompt_tokens, decode_tokens, sequences, prefilled=prefilled, pieces=pieces
         )
         self._queued += sequences
@@ -250,7 +200,7 @@ class DecodeWorker:
             raise RuntimeError("begin_iteration called twice without end_iteration")
         if not self._running and not self._waiting:
             return None
-        step = _Step()
+        step = Step()
         self._preempt(step)
         self._step = step
         self._step_number += 1
@@ -279,7 +229,7 @@ class DecodeWorker:
         for sequences in finished:
             self._release(sequences)
         self._tokens_left -= tokens
-        self._count(step, tokens, len(finished))
+        self._totals.count(step, tokens, len(finished))
         return Iteration(
             started=tuple(step.started),
             preempted=tuple(step.preempted),
@@ -290,26 +240,9 @@ class DecodeWorker:
 
     def stats(self) -> DecodeWorkerStats:
         """Return gauges and counters now."""
-        totals = self._totals
-        return DecodeWorkerStats(
-            running=self._batch,
-            waiting=self._queued,
-            kv_tokens=self.kv.tokens,
-            kv_blocks_used=self.kv.used,
-            kv_blocks_total=self.kv.total,
-            block_tokens=self.kv.block_tokens,
-            preemptions_total=totals.preemptions,
-            prompt_tokens_total=totals.prompt_tokens,
-            prefill_tokens_total=totals.prefill_tokens,
-            generation_tokens_total=totals.generation_tokens,
-            iterations_total=totals.iterations,
-            finished_total=totals.finished,
-            aborted_total=totals.aborted,
-            prefix_queries_total=self._prefixes.queries,
-            prefix_hits_total=self._prefixes.hits,
-        )
+        return self._totals.stats(self._batch, self._queued, self.kv, self._prefixes)
 
-    def _preempt(self, step: _Step) -> None:
+    def _preempt(self, step: Step) -> None:
         """Send the newest back to the queue until the others' next tokens have blocks."""
         while not self.kv.suffices_for(self._step_number + 1):
             victim = self._running[next(reversed(self._running))]
@@ -321,7 +254,7 @@ class DecodeWorker:
             self._totals.preemptions += victim.count
             step.preempted.append(victim.request_id)
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: Step) -> None:
         """Move requests from the queue into the batch, in order, while everything fits."""
         while self._waiting and self._budget(step) > 0:
             sequences = next(iter(self._waiting.values()))
@@ -347,14 +280,14 @@ class DecodeWorker:
                 self._announce(sequences, step)
                 self._join(sequences, self._step_number)
 
-    def _budget(self, step: _Step) -> int:
+    def _budget(self, step: Step) -> int:
         """Tokens this iteration can still compute."""
         limit = self._profile.batched_tokens_limit
         if limit is None:
             return 1 << 62
         return max(0, limit - self.kv.growing - step.prefill_tokens)
 
-    def _compute_prompt(self, sequences: _Sequences, step: _Step) -> None:
+    def _compute_prompt(self, sequences: Sequences, step: Step) -> None:
         """Compute as much of a prompt as the budget allows."""
         chunk = min(sequences.prefill_left, self._budget(step))
         sequences.prefill_left -= chunk
@@ -364,12 +297,12 @@ class DecodeWorker:
             step.prefilled[sequences.request_id] = sequences
             self._announce(sequences, step)
 
-    def _announce(self, sequences: _Sequences, step: _Step) -> None:
+    def _announce(self, sequences: Sequences, step: Step) -> None:
         """Note that this iteration yields the request's first token, unless it had one before."""
         if sequences.produced == 0:
             step.first_tokens[sequences.request_id] = sequences
 
-    def _join(self, sequences: _Sequences, first_step: int) -> None:
+    def _join(self, sequences: Sequences, first_step: int) -> None:
         """Let a request whose prompt is in the KV cache decode from the given step on."""
         sequences.first_step = first_step
         sequences.kv_tokens = self._kv_at_next_token(sequences)
@@ -377,7 +310,7 @@ class DecodeWorker:
         last_step = first_step + sequences.decode_tokens - sequences.produced - 1
         self._ends.setdefault(last_step, {})[sequences.request_id] = sequences
 
-    def _release(self, sequences: _Sequences) -> None:
+    def _release(self, sequences: Sequences) -> None:
         """Take a running request out of the batch and free its blocks."""
         first_step = sequences.first_step
         kv_tokens = sequences.kv_tokens
@@ -396,23 +329,13 @@ class DecodeWorker:
         self._batch -= sequences.count
         del self._running[sequences.request_id]
 
-    def _produced(self, sequences: _Sequences) -> int:
+    def _produced(self, sequences: Sequences) -> int:
         """Output tokens of each sequence, those of the iteration in flight not counted."""
         if sequences.first_step is None:
             return sequences.produced
         steps_ended = self._step_number - (self._step is not None)
         return sequences.produced + steps_ended - sequences.first_step + 1
 
-    def _kv_at_next_token(self, sequences: _Sequences) -> int:
+    def _kv_at_next_token(self, sequences: Sequences) -> int:
         """KV tokens of each sequence in the iteration that yields its next token."""
         return sequences.prompt_tokens + sequences.produced + (1 if sequences.prefilled else 0)
-
-    def _count(self, step: _Step, tokens: int, finished: int) -> None:
-        """Book an ended iteration."""
-        totals = self._totals
-        totals.iterations += 1
-        totals.generation_tokens += tokens
-        totals.prefill_tokens += step.prefill_tokens
-        totals.finished += finished
-        for sequences in step.first_tokens.values():
-            totals.prompt_tokens += sequences.count * sequences.prompt_tokens
