@@ -17,7 +17,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@scripts/setup "$(PYTHON)" "$(VENV)"
 	@touch $(STAMP)
 
-demo: setup ## three policies on four mock workers over real HTTP, one comparison (4 minutes)
+demo: setup ## three policies on four mock workers over real HTTP, one comparison (3 minutes)
 	@$(BIN)/bidgate-load demo --out out/demo
 
 test: setup ## the test suite

@@ -22,7 +22,7 @@ class Sequences:
         kv_tokens: KV tokens of each sequence at admission, then in first_step.
         first_step: step in which it decodes (again) for the first time; None while it does not.
         prefilled: whether its prompt comes from elsewhere; not again after a preemption.
-        pieces: ids of its prompt's pieces. cached: tokens found in the prefix cache.
+        pieces: ids of its prompt's pieces.
     """
 
     request_id: str
@@ -35,7 +35,6 @@ class Sequences:
     first_step: int | None = None
     prefilled: bool = False
     pieces: tuple[int, ...] = ()
-    cached: int = 0
 
 
 @dataclass(slots=True)
@@ -46,6 +45,7 @@ class Step:
     preempted: list[str] = field(default_factory=list)
     first_tokens: dict[str, Sequences] = field(default_factory=dict)
     prefilled: dict[str, Sequences] = field(default_factory=dict)
+    cached_tokens: dict[str, int] = field(default_factory=dict)
     prefill_tokens: int = 0
 
 

@@ -174,10 +174,6 @@ class DecodeWorker:
         """Output tokens of each of the request's sequences so far; KeyError when not here."""
         return self._produced(self._running.get(request_id) or self._waiting[request_id])
 
-    def cached_tokens(self, request_id: str) -> int:
-        """Tokens of a request in the batch that were found in the prefix cache."""
-        return self._running[request_id].cached
-
     def progress(self) -> dict[str, int]:
         """Output tokens of each sequence so far, for every request in the batch."""
         steps = self._step_number - (self._step is not None) + 1
@@ -236,6 +232,7 @@ class DecodeWorker:
             first_tokens=tuple(step.first_tokens),
             finished=tuple(sequences.request_id for sequences in finished),
             tokens=tokens,
+            cached_tokens=step.cached_tokens,
         )
 
     def stats(self) -> DecodeWorkerStats:
@@ -272,7 +269,8 @@ class DecodeWorker:
             step.started.append(sequences.request_id)
             if not sequences.prefilled:
                 found = self._prefixes.enter(sequences.pieces, kv_tokens, self.kv.free_tokens)
-                sequences.cached = found
+                if found:
+                    step.cached_tokens[sequences.request_id] = found
                 sequences.prefill_left = sequences.count * (kv_tokens - found)
                 self._prefilling[sequences.request_id] = sequences
                 self._compute_prompt(sequences, step)

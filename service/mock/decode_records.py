@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class RequestTooLargeError(ValueError):
@@ -19,6 +19,7 @@ class Iteration:
         first_tokens: produced their first output token.
         finished: produced their last output token and left.
         tokens: output tokens produced, over all sequences.
+        cached_tokens: by request id that entered, prompt tokens found in the prefix cache, if any.
     """
 
     started: tuple[str, ...] = ()
@@ -26,6 +27,7 @@ class Iteration:
     first_tokens: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
     tokens: int = 0
+    cached_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,8 +232,9 @@ class MockEngine:
         series = self.series
         for engine_id in iteration.started:
             self._note_start(engine_id, began_s)
-            if engine_id in self._held and engine_id in self._model:
-                self._held[engine_id][1].cached_tokens = self._model.cached_tokens(engine_id)
+        for engine_id, tokens in iteration.cached_tokens.items():
+            if engine_id in self._held:
+                self._held[engine_id][1].cached_tokens = tokens
         gaps_s: Counter[float] = Counter()
         finished = set(iteration.finished)
         for engine_id in (*self._model.running, *iteration.finished):

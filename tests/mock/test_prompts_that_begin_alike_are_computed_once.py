@@ -137,7 +137,7 @@ async def test_a_worker_without_the_cache_tells_of_none() -> None:
 
 
 async def _usage(client: httpx.AsyncClient, prompt: str) -> dict[str, Any]:
-    body = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": 1, "ignore_eos": True}
     response = await client.post("/v1/completions", json=body)
     assert response.status_code == 200
     usage: dict[str, Any] = response.json()["usage"]
