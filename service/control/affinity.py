@@ -197,12 +197,12 @@ class Affinity:
         """Counters, and each worker's rates of late."""
         ids = self._fleet.worker_ids
         tallies = {name: self._tallies.get(name, _Tally()) for name in ids}
-        caches = {name: self._caches[name] for name in ids if name in self._caches}
+        caches = {name: self._caches.get(name) for name in ids}
         return AffinityStats(
             prompt_tokens=self._prompt,
             hit_tokens=self._with,
             hit_tokens_unswayed=self._without,
-            held_tokens={name: cache.tokens for name, cache in caches.items()},
+            held_tokens={name: cache.tokens if cache else 0 for name, cache in caches.items()},
             queries={name: t.queries_total for name, t in tallies.items() if t.told},
             hits={name: t.hits_total for name, t in tallies.items() if t.told},
             observed={name: t.hits / t.queries for name, t in tallies.items() if t.queries},
