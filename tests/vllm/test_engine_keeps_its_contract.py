@@ -32,6 +32,8 @@ RENAMED = {
     "vllm:gpu_cache_usage_perc": "vllm:kv_cache_usage_perc",
     "vllm:time_per_output_token_seconds_sum": "vllm:inter_token_latency_seconds_sum",
     "vllm:time_per_output_token_seconds_count": "vllm:inter_token_latency_seconds_count",
+    "vllm:gpu_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
+    "vllm:gpu_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
 }
 
 
