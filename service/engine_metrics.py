@@ -8,7 +8,6 @@ engine_reports.py compares them.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -61,6 +60,8 @@ WANTED_SERIES: Final = tuple(sorted(name.decode() for name in _WANTED))
 
 # More `engine` labels than any deployment has ranks: the memory a hostile page can claim.
 ENGINES_MAX: Final = RANKS_MAX
+VALUE_MAX: Final = 2.0**62
+"""No counter of an engine is larger; without a bound sums of absurd values would overflow."""
 
 # Possessive quantifiers, so that a malformed line fails in one pass.
 _LABEL: Final = rb'\s*+([a-zA-Z_]\w*+)\s*+=\s*+"((?:[^"\\\n]|\\.)*+)"\s*+,?+'
@@ -225,8 +226,8 @@ class _Page:
 def parse_engine_page(page: bytes) -> EnginePage:
     """Read a Prometheus text page as vLLM serves it, of any size and however broken.
 
-    Lines of wanted series that cannot be read (bad syntax, not a finite number >= 0) are skipped
-    and counted; nothing raises.
+    Lines of wanted series that cannot be read (bad syntax, not a number from 0 to VALUE_MAX) are
+    skipped and counted; nothing raises.
     """
     reading = _Page()
     for line in page.split(b"\n"):
@@ -238,7 +239,7 @@ def parse_engine_page(page: bytes) -> EnginePage:
 
 
 def _read(line: bytes) -> tuple[dict[bytes, bytes], float] | None:
-    """Labels and value of a sample line; None when it is not one, or not a finite number >= 0."""
+    """Labels and value of a sample line; None when it is not one, or not from 0 to VALUE_MAX."""
     match = _LINE.match(line)
     if match is None:
         return None
@@ -246,7 +247,7 @@ def _read(line: bytes) -> tuple[dict[bytes, bytes], float] | None:
         value = float(match[5])
     except ValueError:
         return None
-    if not (math.isfinite(value) and value >= 0):
+    if not 0 <= value <= VALUE_MAX:
         return None
     return dict(_LABELS.findall(match[2] or b"")), value
 

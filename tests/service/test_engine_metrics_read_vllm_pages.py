@@ -285,3 +285,10 @@ def test_damage_to_one_line_costs_that_line_only(position: int, noise: bytes) ->
 def test_a_long_line_without_an_end_takes_one_pass() -> None:
     # Quadratic or exponential matching of this line would run into the suite's timeout.
     parse_engine_page(b"vllm:num_requests_running{" + b'a="b" ' * 200_000 + b"!")
+
+
+def test_absurd_numbers_are_malformed_and_cannot_overflow_a_sum() -> None:
+    line = b'vllm:num_requests_running{engine="0"} 1e308\n'
+    page = parse_engine_page(line * 3 + b'vllm:num_requests_running{engine="0"} 2\n')
+    assert (page.total.running, page.malformed_lines) == (2, 3)
+    assert parse_engine_page(b"process_start_time_seconds 1e300\n").process_start_s is None
