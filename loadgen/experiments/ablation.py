@@ -23,8 +23,8 @@ from loadgen.experiments.experiment import (
     Scale,
     TableSpec,
     cases_of,
-    faults,
-    line,
+    lines_under,
+    pick,
     ratio,
     tabulate,
 )
@@ -83,7 +83,7 @@ class Trial:
 
     def line(self, label: str) -> Line:
         """One rule by its label."""
-        return next(item for item in self.lines if item.label == label)
+        return pick(self.lines, label)
 
 
 def plan(scale: Scale) -> Plan:
@@ -127,7 +127,7 @@ def _trial(title: str, case: Case, base: ControlConfig, scale: Scale) -> Trial:
     return Trial(
         title,
         prefix,
-        tuple(line(replace(case, rule=rule), scale.seeds) for rule in rules),
+        lines_under(case, rules, scale.seeds),
         (
             (f"{prefix}ttft_mean_s", "mean TTFT", -1),
             (f"{prefix}ttft_p99_s", "p99 TTFT", -1),
@@ -189,7 +189,6 @@ def sentence(trials: Sequence[Trial], results: Results) -> str:
 def _report(scale: Scale, trials: Sequence[Trial], results: Results) -> Document:
     claims = tuple(step_claim(trial, step, results) for trial in trials for step in STEPS[:2])
     return Document(
-        name=NAME,
         title="Ablation: what prices, order and holding back are worth",
         asked="On the same requests, what does each part of the policy add: prices, order, and "
         "holding requests back until a worker can start them?",
@@ -203,12 +202,10 @@ def _report(scale: Scale, trials: Sequence[Trial], results: Results) -> Document
             "drops the price of slots kept for higher tiers",
             "equal": f"within {100 * TIE:.0f} %",
         },
-        command=scale.command(NAME),
         seeds=scale.seeds,
         tables=tuple(_table(trial, results) for trial in trials),
         charts=(_chart(trials, results),),
         claims=claims,
-        faults=faults(cases_of(trials), results),
     )
 
 

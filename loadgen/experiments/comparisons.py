@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loadgen.experiments.document import Chart, Panel, Series
-from loadgen.experiments.experiment import Line, Results, TableSpec, line, tabulate
+from loadgen.experiments.experiment import (
+    Line,
+    Results,
+    TableSpec,
+    lines_under,
+    pick,
+    tabulate,
+)
 from loadgen.experiments.judge import number
 from loadgen.experiments.rules import FORWARD
 
@@ -52,7 +59,7 @@ class Comparison:
 
     def answer(self, results: Results, subject: str = FORWARD) -> str:
         """Say how one rule did against the best of the others, mean and p99 of TTFT."""
-        mine = next(item for item in self.lines if item.label == subject)
+        mine = pick(self.lines, subject)
         told = []
         for key, name in (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99")):
             others = {
@@ -80,7 +87,7 @@ class Comparison:
 
 def compare_rules(title: str, case: Case, rules: Sequence[Rule], scale: Scale) -> Comparison:
     """Put rules under one load; round robin should come first."""
-    return Comparison(title, tuple(line(replace(case, rule=rule), scale.seeds) for rule in rules))
+    return Comparison(title, lines_under(case, rules, scale.seeds))
 
 
 def ratio_chart(

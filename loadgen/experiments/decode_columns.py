@@ -23,8 +23,8 @@ from loadgen.experiments.experiment import (
     Scale,
     TableSpec,
     cases_of,
-    faults,
     line,
+    lines_under,
     series,
     tabulate,
 )
@@ -92,7 +92,7 @@ def plan(scale: Scale) -> Plan:
         found.append(
             Knowledge(
                 title,
-                tuple(line(replace(told, rule=rule), scale.seeds) for rule in rules),
+                lines_under(told, rules, scale.seeds),
                 line(
                     replace(told, rule=book.plain(PolicyName.LEAST_OUTSTANDING)),
                     scale.seeds,
@@ -133,7 +133,6 @@ def column_claim(item: Knowledge, results: Results) -> Claim:
 def _report(scale: Scale, found: Sequence[Knowledge], results: Results) -> Document:
     claims = tuple(column_claim(item, results) for item in found)
     return Document(
-        name=NAME,
         title="What a column sets aside: mean or quantile",
         asked="Should a request be expected to use the mean of its length distribution, or a "
         "quantile as a margin against preemption?",
@@ -150,7 +149,6 @@ def _report(scale: Scale, found: Sequence[Knowledge], results: Results) -> Docum
             "option": "control.decode_quantile, --decode-quantile of serve and simulate; 0 is the "
             "mean",
         },
-        command=scale.command(NAME),
         seeds=scale.seeds,
         tables=tuple(
             tabulate(
@@ -166,7 +164,6 @@ def _report(scale: Scale, found: Sequence[Knowledge], results: Results) -> Docum
         ),
         charts=(_chart(found, results),),
         claims=claims,
-        faults=faults(cases_of(found), results),
     )
 
 

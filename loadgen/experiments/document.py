@@ -150,6 +150,8 @@ class Claim:
 class Document:
     """One experiment's results.
 
+    A report leaves name, command, faults and scale to experiment.py and execution.py.
+
     Attributes:
         name: as on the command line.
         title: heading.
@@ -163,12 +165,12 @@ class Document:
         scale: what of the whole grid was run; "" for all of it.
     """
 
-    name: str
+    name: str = ""
     title: str
     asked: str
     answers: tuple[str, ...]
     setting: dict[str, str]
-    command: str
+    command: str = ""
     seeds: tuple[int, ...]
     tables: tuple[Table, ...] = ()
     charts: tuple[Chart, ...] = ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from loadgen.experiments.costs import Cost, costs_of, costs_table, read_costs, write_costs
 from loadgen.experiments.document import write_document
-from loadgen.experiments.experiment import Scale
+from loadgen.experiments.experiment import Scale, finished
 from loadgen.experiments.registry import all_experiments, choose
 from loadgen.experiments.render import (
     INDEX_FILE,
@@ -49,10 +49,12 @@ class Made:
         document: None when there is none.
         told: why not.
         failed: whether that is an error; else its data are not there.
+        cost: of its simulations; None where none were run.
     """
 
     name: str
     document: Document | None = None
+    cost: Cost | None = None
     told: str = ""
     failed: bool = False
 
@@ -80,7 +82,8 @@ def execute(names: Sequence[str], out: Path, options: ExperimentOptions) -> int:
         _write(made, out)
     documents = _gather(out, options, {each.name for each in made if each.document is not None})
     if documents:
-        _publish(documents, out, options)
+        costs = {each.name: each.cost for each in made if each.cost is not None}
+        _publish(documents, costs, out, options)
     _tell(made, chosen, documents)
     if not documents:
         raise ValueError(f"{out} holds no results to render")
@@ -122,8 +125,12 @@ def run_experiments(
         plans = {name: plan for name, plan in plans.items() if not plan.missing}
         if plans:
             outcome = _simulate(plans, 1 if clocked else jobs, None if clocked else store)
-            _tell_cost(plans, outcome)
-            made += [_make(name, plan, scale, outcome) for name, plan in plans.items()]
+            costs = costs_of(plans, outcome)
+            _tell_cost(costs, outcome.reused)
+            made += [
+                replace(_make(name, plan, scale, outcome), cost=costs[name])
+                for name, plan in plans.items()
+            ]
     return made
 
 
@@ -151,7 +158,7 @@ def _make(name: str, plan: Plan, scale: Scale, outcome: Outcome) -> Made:
         told = "; ".join([*named, *([f"and {more} more"] if more else [])])
         return Made(name, told=f"{len(failed)} simulations failed: {told}", failed=True)
     try:
-        document = plan.report(outcome.results)
+        document = finished(name, plan, scale, outcome.results)
     except Exception as error:
         told = f"its report failed: {type(error).__name__}: {error}"
         return Made(name, told=told, failed=True)
@@ -196,10 +203,14 @@ def _gather(out: Path, options: ExperimentOptions, fresh: set[str]) -> list[Docu
     return [found[name] for name in names if name in found]
 
 
-def _publish(documents: Sequence[Document], out: Path, options: ExperimentOptions) -> None:
+def _publish(
+    documents: Sequence[Document], costs: Mapping[str, Cost], out: Path, options: ExperimentOptions
+) -> None:
     for document in documents:
         write_document(document, out / f"{document.name}.json")
-    written = write_pages(documents, out, options.jobs)
+    earlier = {} if options.docs is None else read_costs(options.docs)
+    known = {**read_costs(out), **earlier, **costs}
+    written = [write_costs(known, out), *write_pages(documents, out, options.jobs, known)]
     write_html(documents, out)
     if options.docs is not None:
         options.docs.mkdir(parents=True, exist_ok=True)
@@ -225,24 +236,8 @@ def _tell(
             console.print(f"{each.name} {word}: {each.told}", markup=False)
 
 
-def _tell_cost(plans: Mapping[str, Plan], outcome: Outcome) -> None:
-    """Print what each experiment cost; a shared simulation counts for the first that wants it."""
-    owner: dict[Case, str] = {}
-    for name, plan in plans.items():
-        for case in plan.cases:
-            owner.setdefault(case, name)
-    simulations: Counter[str] = Counter()
-    cpu_s = dict.fromkeys(plans, 0.0)
-    for case, spent_s in outcome.cpu_s.items():
-        simulations[owner[case]] += 1
-        cpu_s[owner[case]] += spent_s
-    table = Table(show_edge=False, header_style="bold")
-    for title in ("experiment", "simulations", "processor s"):
-        table.add_column(title, justify="left" if title == "experiment" else "right")
-    for name in plans:
-        table.add_row(name, str(simulations[name]), f"{cpu_s[name]:.0f}")
-    table.add_row("all", str(simulations.total()), f"{sum(cpu_s.values()):.0f}")
+def _tell_cost(costs: Mapping[str, Cost], reused: int) -> None:
     console = Console(stderr=True)
-    console.print(table)
-    if outcome.reused:
-        console.print(f"{outcome.reused} simulations of an earlier run used again ({FOLDER}/)")
+    console.print(costs_table(costs))
+    if reused:
+        console.print(f"{reused} simulations of an earlier run used again ({FOLDER}/)")

@@ -17,6 +17,8 @@ from loadgen.experiments.measures import Measured
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from loadgen.experiments.rules import Rule
+
 Results: TypeAlias = Mapping[Case, Measured]
 
 FEWER = 0.6
@@ -69,7 +71,7 @@ class Plan:
 
     Attributes:
         cases: any order, repetitions allowed.
-        report: makes the document once all are there.
+        report: makes the document once all are there, but for its name, command and faults.
         missing: why there is nothing to run, as recorded data that are not there; "" if there is.
     """
 
@@ -129,6 +131,23 @@ def line(case: Case, seeds: Sequence[int], label: str = "") -> Line:
         label or case.rule.label,
         tuple(make_case(replace(case, load=replace(case.load, seed=seed))) for seed in seeds),
     )
+
+
+def lines_under(case: Case, rules: Iterable[Rule], seeds: Sequence[int]) -> tuple[Line, ...]:
+    """Put one case under rule after rule, each under every seed."""
+    return tuple(line(replace(case, rule=rule), seeds) for rule in rules)
+
+
+def pick(lines: Iterable[Line], label: str) -> Line:
+    """Find a line by its label.
+
+    Raises:
+        KeyError: when there is none.
+    """
+    for item in lines:
+        if item.label == label:
+            return item
+    raise KeyError(f"no line {label!r}")
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
@@ -240,6 +259,16 @@ def all_cases(lines: Sequence[Line]) -> tuple[Case, ...]:
     return tuple(case for item in lines for case in item.cases)
 
 
-def faults(cases: Sequence[Case], results: Results) -> int:
+def finished(name: str, plan: Plan, scale: Scale, results: Results) -> Document:
+    """Make an experiment's document: its report, and what is alike in all of them."""
+    return replace(
+        plan.report(results),
+        name=name,
+        command=scale.command(name),
+        faults=faults(plan.cases, results),
+    )
+
+
+def faults(cases: Iterable[Case], results: Results) -> int:
     """Ticks in which a policy failed and the fallback decided."""
     return int(sum(results[case].values.get("faults", 0.0) for case in set(cases)))

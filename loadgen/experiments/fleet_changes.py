@@ -17,7 +17,6 @@ from loadgen.experiments.experiment import (
     Results,
     Scale,
     all_cases,
-    faults,
 )
 from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
 from loadgen.experiments.loads import Load
@@ -63,7 +62,6 @@ def unequal_plan(scale: Scale) -> Plan:
 
 def _unequal_report(scale: Scale, item: Comparison, results: Results) -> Document:
     return Document(
-        name="unequal",
         title="Unequal workers",
         asked="One worker is fast, one slow, one small: who notices?",
         answers=(item.answer(results),),
@@ -74,11 +72,9 @@ def _unequal_report(scale: Scale, item: Comparison, results: Results) -> Documen
             "requests": str(scale.fewer),
             "periods": "of 10 ms",
         },
-        command=scale.command("unequal"),
         seeds=scale.seeds,
         tables=(item.table((*PERIOD_TABLE, UTILISATION), results),),
         charts=(ratio_chart("unequal", "Every policy over round robin", (item,), results),),
-        faults=faults(all_cases(item.lines), results),
     )
 
 
@@ -103,7 +99,6 @@ def failure_plan(scale: Scale) -> Plan:
 
 def _failure_report(scale: Scale, item: Comparison, results: Results) -> Document:
     return Document(
-        name="failure",
         title="A worker dies and comes back",
         asked="How many requests are lost with it, and how long until the wait is back to normal?",
         answers=(
@@ -123,11 +118,9 @@ def _failure_report(scale: Scale, item: Comparison, results: Results) -> Documen
             "lost requests": "have no latency; their share is in the table",
             "requests": str(scale.fewer),
         },
-        command=scale.command("failure"),
         seeds=scale.seeds,
         tables=(item.table((*PERIOD_TABLE, FAILED, UTILISATION), results),),
         charts=(_failure_chart(item, results),),
-        faults=faults(all_cases(item.lines), results),
     )
 
 

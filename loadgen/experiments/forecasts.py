@@ -13,11 +13,11 @@ from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import SECOND_TABLE, UTILISATION
 from loadgen.experiments.comparisons import Comparison, ratio_chart
 from loadgen.experiments.document import Claim, Document, Verdict
-from loadgen.experiments.experiment import Experiment, Plan, Results, cases_of, faults, line
+from loadgen.experiments.experiment import Experiment, Plan, Results, cases_of, line
 from loadgen.experiments.fleets import a100_fleet
 from loadgen.experiments.judge import number, percent
 from loadgen.experiments.loads import Load
-from loadgen.experiments.recorded import RECORDINGS, REQUESTS_MAX
+from loadgen.experiments.recorded import REQUESTS_MAX, find_recordings
 from loadgen.experiments.rules import Lengths, RuleBook
 from loadgen.workload import Prediction
 from service.control.config import ControlConfig, PolicyName
@@ -53,15 +53,12 @@ def plan(scale: Scale) -> Plan:
         (replace(forward, label=SHIPPED), Prediction.NONE),
         (replace(forward, label=EXACT), Prediction.EXACT),
     )
-    comparisons, skipped = [], []
-    for recording in RECORDINGS:
-        path = recording.path(scale.data)
-        if path is None:
-            skipped.append(f"{recording.title}: --data DIR has no {' or '.join(recording.files)}")
-            continue
+    found, skipped = find_recordings(scale.data)
+    comparisons = []
+    for title, trace in found.items():
         for asked in LOADS_FULL if scale.full else LOADS:
             load = Load(
-                trace=str(path),
+                trace=trace,
                 arrivals="recorded",
                 load=asked,
                 requests=min(scale.requests, REQUESTS_MAX),
@@ -79,8 +76,8 @@ def plan(scale: Scale) -> Plan:
                 )
                 for rule, prediction in told
             )
-            comparisons.append(Comparison(f"{recording.title}, load {asked:g}", lines))
-    report = partial(_report, scale, tuple(comparisons), tuple(skipped))
+            comparisons.append(Comparison(f"{title}, load {asked:g}", lines))
+    report = partial(_report, scale, tuple(comparisons), skipped)
     missing = "" if comparisons else "; ".join(skipped)
     return Plan(cases_of(comparisons), report, missing)
 
@@ -127,7 +124,6 @@ def _report(
     claims = tuple(forecast_claim(item, results) for item in comparisons)
     chart = ratio_chart(NAME, "Every predictor over least outstanding", comparisons, results)
     return Document(
-        name=NAME,
         title="What length predictors do to TTFT",
         asked="On recorded requests without hints, what is it worth to predict lengths, and how "
         "much would exact lengths add?",
@@ -148,12 +144,10 @@ def _report(
             SHIPPED: "pools by octave of the prompt's length, shrunk towards the whole",
             "loss of the same predictors": "docs/results/length-prediction.md",
         },
-        command=scale.command(NAME),
         seeds=scale.fewer_seeds,
         tables=tuple(item.table((*SECOND_TABLE, UTILISATION), results) for item in comparisons),
         charts=(chart,),
         claims=claims,
-        faults=faults(cases_of(comparisons), results),
         skipped=skipped,
     )
 

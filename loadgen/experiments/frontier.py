@@ -17,9 +17,9 @@ from loadgen.experiments.experiment import (
     Scale,
     TableSpec,
     cases_of,
-    faults,
     front,
-    line,
+    lines_under,
+    pick,
     ratio,
     tabulate,
 )
@@ -115,8 +115,7 @@ def _yardstick(
     ]
     shortest = [book.shortest_first(age) for age in (AGES_FULL_S if scale.full else AGES_S)]
     single, short, ours = (
-        tuple(line(replace(case, rule=rule), scale.seeds) for rule in rules)
-        for rules in (singles, shortest, aged)
+        lines_under(case, rules, scale.seeds) for rules in (singles, shortest, aged)
     )
     return Yardstick(title, *asked, single, short, ours)
 
@@ -124,7 +123,6 @@ def _yardstick(
 def _report(scale: Scale, yardsticks: Sequence[Yardstick], results: Results) -> Document:
     claims = [claim for item in yardsticks for claim in claims_of(item, results)]
     return Document(
-        name=NAME,
         title="Mean against p99: the frontier",
         asked="How far can the mean TTFT fall while p99 stays bounded, and is the shipped policy "
         "on that frontier?",
@@ -142,7 +140,6 @@ def _report(scale: Scale, yardsticks: Sequence[Yardstick], results: Results) -> 
             "age guard": "central_shortest_first with a fixed bound; forward with age_factor times "
             "the longest recent first-come wait",
         },
-        command=scale.command(NAME),
         seeds=scale.seeds,
         tables=tuple(_table(item, results) for item in yardsticks),
         charts=(
@@ -153,13 +150,12 @@ def _report(scale: Scale, yardsticks: Sequence[Yardstick], results: Results) -> 
             ),
         ),
         claims=tuple(claims),
-        faults=faults(cases_of(yardsticks), results),
     )
 
 
 def claims_of(item: Yardstick, results: Results) -> list[Claim]:
     """Judge the yardstick, and whether a fixed age guard is better in both."""
-    base, mine = (_line(item, label) for label in (BASE, FORWARD))
+    base, mine = (pick(item.singles, label) for label in (BASE, FORWARD))
     mean, p99 = (_over(mine, base, key, results) for key in (MEAN, P99))
     preempted = mine.mean(PREEMPTIONS.key, results)
     met = mean <= item.mean and p99 <= item.p99
@@ -195,17 +191,13 @@ def _over(mine: Line, base: Line, key: str, results: Results) -> float:
     return float("nan") if found is None else found.mean
 
 
-def _line(item: Yardstick, label: str) -> Line:
-    return next(found for found in item.singles if found.label == label)
-
-
 def _table(item: Yardstick, results: Results) -> Table:
     columns = (*SECOND_TABLE, UTILISATION, KV_UTILISATION)
     return tabulate(item.lines, TableSpec(item.title, columns, BASE), results)
 
 
 def _panel(item: Yardstick, results: Results) -> Panel:
-    base = _line(item, BASE)
+    base = pick(item.singles, BASE)
     groups: list[tuple[str, tuple[Line, ...]]] = [
         (found.label, (found,)) for found in item.singles if found is not base
     ]

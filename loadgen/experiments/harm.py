@@ -17,13 +17,12 @@ from loadgen.experiments.experiment import (
     Scale,
     TableSpec,
     cases_of,
-    faults,
-    line,
+    lines_under,
     tabulate,
 )
 from loadgen.experiments.fleets import a100_fleet, with_pace_error
 from loadgen.experiments.loads import Load
-from loadgen.experiments.recorded import RECORDINGS
+from loadgen.experiments.recorded import RECORDINGS, find_recordings
 from loadgen.experiments.rules import FORWARD, RuleBook
 from loadgen.simulation_config import Telemetry
 from loadgen.workload import Prediction
@@ -60,18 +59,15 @@ def plan(scale: Scale) -> Plan:
     hardships = tuple(
         Hardship(
             f"{title}, load {load:g}",
-            tuple(
-                line(replace(case, rule=rule, load=replace(case.load, load=load)), scale.seeds)
-                for rule in rules
-            ),
+            lines_under(replace(case, load=replace(case.load, load=load)), rules, scale.seeds),
         )
         for title, case in found.items()
         for load in (LOADS_FULL if scale.full else LOADS)
     )
-    return Plan(cases_of(hardships), partial(_report, scale, hardships, tuple(skipped)))
+    return Plan(cases_of(hardships), partial(_report, scale, hardships, skipped))
 
 
-def _hardships(scale: Scale, case: Case) -> tuple[dict[str, Case], list[str]]:
+def _hardships(scale: Scale, case: Case) -> tuple[dict[str, Case], tuple[str, ...]]:
     """Cases by what is wrong in them; and the recordings that are not there."""
     fleet = with_pace_error(a100_fleet(4, BATCH_LIMIT), 1.0)
     usual = replace(case, workers=fleet, load=Load(requests=scale.requests))
@@ -87,15 +83,11 @@ def _hardships(scale: Scale, case: Case) -> tuple[dict[str, Case], list[str]]:
     nothing = replace(usual.load, prediction=Prediction.NONE)
     found["lengths within 50 %"] = replace(usual, load=noisy)
     found["lengths unknown"] = replace(usual, load=nothing)
-    skipped = []
-    for recording in (RECORDINGS[0], RECORDINGS[2]):
-        path = recording.path(scale.data)
-        if path is None:
-            skipped.append(f"{recording.title}: --data DIR has no {' or '.join(recording.files)}")
-            continue
+    recorded, skipped = find_recordings(scale.data, (RECORDINGS[0], RECORDINGS[2]))
+    for title, trace in recorded.items():
         for words, prediction in (("exact", Prediction.EXACT), ("unknown", Prediction.NONE)):
-            load = replace(usual.load, trace=str(path), prediction=prediction)
-            found[f"{recording.title}, lengths {words}"] = replace(usual, load=load)
+            load = replace(usual.load, trace=trace, prediction=prediction)
+            found[f"{title}, lengths {words}"] = replace(usual, load=load)
     return found, skipped
 
 
@@ -105,7 +97,6 @@ def _report(
     claims = [harm_claim(item, results) for item in hardships]
     harmless = sum(claim.verdict is Verdict.CONFIRMED for claim in claims)
     return Document(
-        name=NAME,
         title="Do no harm",
         asked="When the router is told wrong things, is it ever worse than pushing requests at "
         "once?",
@@ -128,14 +119,12 @@ def _report(
             "told": "both the first guess and every report of the iteration time are off; "
             "unknown lengths are pooled, all requests are one group",
         },
-        command=scale.command(NAME),
         seeds=scale.seeds,
         tables=tuple(
             tabulate(item.lines, TableSpec(item.title, SECOND_TABLE, item.lines[0].label), results)
             for item in hardships
         ),
         claims=tuple(claims),
-        faults=faults(cases_of(hardships), results),
         skipped=skipped,
     )
 

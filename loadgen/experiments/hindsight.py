@@ -26,8 +26,9 @@ from loadgen.experiments.experiment import (
     Results,
     Scale,
     cases_of,
-    faults,
     line,
+    lines_under,
+    pick,
     ratio,
     spread,
 )
@@ -72,7 +73,7 @@ class Judged:
 
     def line(self, label: str) -> Line:
         """One policy by its label."""
-        return next(item for item in self.policies if item.label == label)
+        return pick(self.policies, label)
 
 
 def plan(scale: Scale) -> Plan:
@@ -87,7 +88,7 @@ def plan(scale: Scale) -> Plan:
             rule=book.reward_bound(),
             ttft_bound_s=49 * PERIOD_S,
         )
-        policies = tuple(line(replace(case, rule=rule), scale.fewer_seeds) for rule in rules)
+        policies = lines_under(case, rules, scale.fewer_seeds)
         judged.append(Judged(f"{load:g}", line(case, scale.fewer_seeds), policies))
     small = _small(scale)
     return Plan(cases_of([*judged, small]), partial(_report, scale, tuple(judged), small))
@@ -115,15 +116,13 @@ def _small(scale: Scale) -> Judged:
         book.first_come(),
     )
     seeds = scale.seeds if scale.full else SMALL_SEEDS[: max(1, len(scale.seeds) + 1)]
-    policies = tuple(line(replace(case, rule=rule), seeds) for rule in rules)
-    return Judged("small instance", line(case, seeds), policies)
+    return Judged("small instance", line(case, seeds), lines_under(case, rules, seeds))
 
 
 def _report(scale: Scale, judged: Sequence[Judged], small: Judged, results: Results) -> Document:
     claims = tuple(aim_claim(item, results) for item in judged)
     rest = what_the_rest_is(small, results)
     return Document(
-        name=NAME,
         title="How close to perfect",
         asked="How much of what could be had with all arrivals and lengths known does each policy "
         "achieve, and what is the rest?",
@@ -146,15 +145,10 @@ def _report(scale: Scale, judged: Sequence[Judged], small: Judged, results: Resu
             "of one period; the best schedule (nothing split, nothing preempted) is found by an "
             f"integer program; seeds {', '.join(str(c.load.seed) for c in small.bound.cases)}",
         },
-        command=scale.command(NAME),
         seeds=scale.fewer_seeds,
         tables=(*_tables(judged, results), _small_table(small, results)),
         charts=(_chart(judged, results),),
         claims=claims,
-        faults=faults(
-            [case for item in judged for one in item.policies for case in one.cases], results
-        )
-        + faults([case for one in small.policies[1:] for case in one.cases], results),
     )
 
 

@@ -18,7 +18,6 @@ from loadgen.experiments.experiment import (
     Scale,
     TableSpec,
     all_cases,
-    faults,
     line,
     series,
     tabulate,
@@ -127,9 +126,7 @@ def _sweep(axis: str, settings: dict[str, Case], rules: Sequence[Rule], scale: S
 
 
 def _staleness_report(scale: Scale, sweeps: Sequence[Sweep], results: Results) -> Document:
-    cases = [case for sweep in sweeps for case in all_cases(sweep.lines)]
     return Document(
-        name="staleness",
         title="Stale telemetry and a wrong pace",
         asked="How much worse does a policy decide when the workers' reports are old, or when it "
         "is told a wrong iteration time?",
@@ -143,13 +140,11 @@ def _staleness_report(scale: Scale, sweeps: Sequence[Sweep], results: Results) -
             f"age, at least {SCRAPE_S:g} s; tokens of the router's own streams are seen at once",
             "wrong pace": "both the first guess and every report are this many times the truth",
         },
-        command=scale.command("staleness"),
         seeds=scale.fewer_seeds,
         tables=tuple(
             tabulate(sweep.lines, TableSpec(sweep.axis, SECOND_TABLE), results) for sweep in sweeps
         ),
         charts=(_chart("staleness", "Mean TTFT", sweeps, results),),
-        faults=faults(cases, results),
     )
 
 
@@ -173,7 +168,6 @@ def prediction_plan(scale: Scale) -> Plan:
 
 def _prediction_report(scale: Scale, sweep: Sweep, results: Results) -> Document:
     return Document(
-        name="prediction",
         title="From exact prediction to none",
         asked="How good must length predictions be?",
         answers=_ends(sweep, results),
@@ -184,11 +178,9 @@ def _prediction_report(scale: Scale, sweep: Sweep, results: Results) -> Document
             "none": "no forecast: the router pools the lengths it has seen; all requests are one "
             "group, so it knows nothing about the single request",
         },
-        command=scale.command("prediction"),
         seeds=scale.fewer_seeds,
         tables=(tabulate(sweep.lines, TableSpec(sweep.axis, PERIOD_TABLE), results),),
         charts=(_chart("prediction", "TTFT", (sweep,), results, p99=True),),
-        faults=faults(all_cases(sweep.lines), results),
     )
 
 

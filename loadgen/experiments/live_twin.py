@@ -186,7 +186,6 @@ def _report(scale: Scale, _: Results) -> Document:
         twins = compare_twins(twin_spec(Path(folder), duration_s, scale.seeds[0]))
     claims = tuple(twin_claim(twin) for twin in twins)
     return Document(
-        name=NAME,
         title="The simulator against the live service",
         asked="Do the same requests under the same policy wait as long in the simulator as in the "
         "live service in front of mock workers?",
@@ -203,7 +202,6 @@ def _report(scale: Scale, _: Results) -> Document:
             f"the processors, or p99 of how late requests are sent is above {1e3 * LATE_MAX_S:g} "
             "ms, nothing is concluded",
         },
-        command=scale.command(NAME),
         seeds=scale.seeds[:1],
         tables=(_table(twins),),
         charts=(Chart(NAME, "Share of requests with a first token by then", _panels(twins)),),

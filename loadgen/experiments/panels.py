@@ -5,13 +5,20 @@ Shared by the real-data figures (paper_figures.py) and the synthetic ones (synth
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import PERIOD_TABLE
 from loadgen.experiments.document import Chart, Claim, Panel, Series
-from loadgen.experiments.experiment import Line, Results, TableSpec, line, tabulate
+from loadgen.experiments.experiment import (
+    Line,
+    Results,
+    TableSpec,
+    lines_under,
+    pick,
+    tabulate,
+)
 from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
 from loadgen.experiments.judge import Comparison, Target, compare, number, verdict
 from loadgen.experiments.loads import Load
@@ -135,7 +142,7 @@ class PaperPanel:
             rule=rules[0],
             ttft_bound_s=TTFT_BOUND_PERIODS * PERIOD_S,
         )
-        return tuple(line(replace(case, rule=rule), seeds) for rule in rules)
+        return lines_under(case, rules, seeds)
 
 
 def panel_table(panel: PaperPanel, lines: Sequence[Line], results: Results) -> Table:
@@ -175,7 +182,7 @@ def figure_claim(
     comparisons: list[Comparison] = []
     evidence: list[str] = []
     for panel, lines in panels:
-        found = [compare(_pick(lines, PUBLISHED), lines[:4], t, results) for t in FOCUS[focus]]
+        found = [compare(pick(lines, PUBLISHED), lines[:4], t, results) for t in FOCUS[focus]]
         comparisons += found
         sentences = "; ".join(item.sentence() for item in found)
         evidence.append(f"({panel.part}) {sentences}. {_beside(lines, found[0].target, results)}")
@@ -192,7 +199,7 @@ def figure_claim(
 def _beside(lines: Sequence[Line], target: Target, results: Results) -> str:
     """The strong baselines on one measure, in one sentence."""
     values = [
-        f"{name} {number(_pick(lines, label).mean(target.key, results) * target.factor)}"
+        f"{name} {number(pick(lines, label).mean(target.key, results) * target.factor)}"
         for label, name in (
             (ZERO_PRICES, "the same with zero prices"),
             (SHORTEST_FIRST, "shortest first with age guard"),
@@ -204,10 +211,6 @@ def _beside(lines: Sequence[Line], target: Target, results: Results) -> str:
         if item.label == HINDSIGHT and bound is not None:
             values.append(f"hindsight bound {number(bound.mean)}")
     return f"{target.title[0].upper()}{target.title[1:]} of others: {', '.join(values)}."
-
-
-def _pick(lines: Sequence[Line], label: str) -> Line:
-    return next(item for item in lines if item.label == label)
 
 
 def _bars(item: Line, lines: Sequence[Line], results: Results) -> Series:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from loadgen.experiments import panels
 from loadgen.experiments.document import Document
-from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, all_cases, faults
+from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, all_cases
 from loadgen.experiments.panels import PaperPanel
 from loadgen.traces import LMSYS_LIKE
 from loadgen.workload import Prediction
@@ -75,13 +75,11 @@ def plan(scale: Scale) -> Plan:
 
 def _report(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results) -> Document:
     focus = {figure: name for figure, (name, _) in figures().items()}
-    cases = [case for parts in drawn.values() for _, lines in parts for case in all_cases(lines)]
     claims = [
         panels.figure_claim(figure, focus[figure], parts, results)
         for figure, parts in drawn.items()
     ]
     return Document(
-        name=NAME,
         title="Real-data comparison: figures 2, 4 to 12, 14 to 16",
         asked="When the weights emphasise a metric, is the paper's router better in it than "
         "Random, Round Robin, Least Outstanding and Power of Two? And than rules that only hold "
@@ -91,7 +89,6 @@ def _report(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results
             for figure, claim in zip(drawn, claims, strict=True)
         ),
         setting=setting(scale, drawn, results),
-        command=scale.command(NAME),
         seeds=scale.seeds,
         tables=tuple(
             panels.panel_table(panel, lines, results)
@@ -105,7 +102,6 @@ def _report(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results
             for figure, parts in drawn.items()
         ),
         claims=tuple(claims),
-        faults=faults(cases, results),
     )
 
 

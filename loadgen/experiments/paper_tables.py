@@ -18,8 +18,8 @@ from loadgen.experiments.experiment import (
     Scale,
     TableSpec,
     all_cases,
-    faults,
-    line,
+    lines_under,
+    pick,
     spread,
     tabulate,
 )
@@ -108,13 +108,13 @@ def _lines(rules: Sequence[Rule], arrivals: str, rate: float, scale: Scale) -> t
         rule=rules[0],
         ttft_bound_s=panels.TTFT_BOUND_PERIODS * PERIOD_S,
     )
-    return tuple(line(replace(case, rule=rule), scale.seeds) for rule in rules)
+    return lines_under(case, rules, scale.seeds)
 
 
 def _table_1(scale: Scale, lines: Sequence[Line], results: Results) -> Document:
     claim = _judged("Table 1", lines, results)
     return replace(
-        _document("table-1", scale, lines, results),
+        _document(scale, lines, results),
         title="Table 1: noisy prediction",
         asked="With lengths known within 20 per cent, how much better than Round Robin?",
         answers=(f"{claim.verdict.value}: {claim.evidence}",),
@@ -125,7 +125,7 @@ def _table_1(scale: Scale, lines: Sequence[Line], results: Results) -> Document:
 def _table_2(scale: Scale, lines: Sequence[Line], results: Results) -> Document:
     claim = _judged("Table 2", lines, results)
     window = window_claim(lines, results)
-    document = _document("table-2", scale, lines, results)
+    document = _document(scale, lines, results)
     return replace(
         document,
         title="Table 2: the arrival rate jumps",
@@ -143,7 +143,7 @@ def _table_2(scale: Scale, lines: Sequence[Line], results: Results) -> Document:
 
 
 def _judged(source: str, lines: Sequence[Line], results: Results) -> Claim:
-    subject = next(item for item in lines if item.label == PUBLISHED)
+    subject = pick(lines, PUBLISHED)
     targets = panels.FOCUS["TTFT and tail TTFT"]
     found = [compare(subject, lines[:4], target, results) for target in targets]
     base = lines[0]
@@ -164,9 +164,7 @@ def _judged(source: str, lines: Sequence[Line], results: Results) -> Claim:
 
 def window_claim(lines: Sequence[Line], results: Results) -> Claim:
     """Judge what dropping stale history changes."""
-    whole, windowed = (
-        next(item for item in lines if item.label == label) for label in (UNWATCHED, PUBLISHED)
-    )
+    whole, windowed = pick(lines, UNWATCHED), pick(lines, PUBLISHED)
     found = [compare(windowed, [whole], target, results) for target in TARGETS]
     better = sum(item.gain > 0 for item in found)
     result = Verdict.CONFIRMED if better > len(found) / 2 else Verdict.NOT_REPRODUCED
@@ -181,10 +179,9 @@ def window_claim(lines: Sequence[Line], results: Results) -> Claim:
     )
 
 
-def _document(name: str, scale: Scale, lines: Sequence[Line], results: Results) -> Document:
+def _document(scale: Scale, lines: Sequence[Line], results: Results) -> Document:
     offered = [results[case].values["offered_load"] for case in lines[0].cases]
     return Document(
-        name=name,
         title="",
         asked="",
         answers=(),
@@ -197,13 +194,11 @@ def _document(name: str, scale: Scale, lines: Sequence[Line], results: Results) 
             "numbers of the paper": "its tables are pictures in the text we have; only the "
             "claims in words are compared",
         },
-        command=scale.command(name),
         seeds=scale.seeds,
         tables=(
             improvements(lines, TARGETS, results),
             tabulate(lines, TableSpec("The values", PERIOD_TABLE, ROUND_ROBIN), results),
         ),
-        faults=faults(all_cases(lines), results),
     )
 
 

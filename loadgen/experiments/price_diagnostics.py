@@ -31,7 +31,6 @@ from loadgen.experiments.experiment import (
     Results,
     Scale,
     TableSpec,
-    faults,
     line,
     spread,
     tabulate,
@@ -120,7 +119,6 @@ def _report(scale: Scale, lines: dict[tuple[str, str], Line], results: Results) 
     claims = [price_claim(name, lines, results) for name in (PUBLISHED, FORWARD)]
     claims[1] = replace(claims[1], source="ours, shadow prices")
     return Document(
-        name=NAME,
         title="What shadow prices say",
         asked="Does the price of slots dominate when short answers come fast, that of KV memory "
         "when contexts are long, and are both near zero at light load?",
@@ -137,7 +135,6 @@ def _report(scale: Scale, lines: dict[tuple[str, str], Line], results: Results) 
             "middle third of the run",
             "weights": "shipped",
         },
-        command=scale.command(NAME),
         seeds=scale.seeds,
         tables=(
             _price_table(lines, results),
@@ -149,7 +146,6 @@ def _report(scale: Scale, lines: dict[tuple[str, str], Line], results: Results) 
         ),
         charts=(_chart(lines, results),),
         claims=tuple(claims),
-        faults=faults([case for item in lines.values() for case in item.cases], results),
     )
 
 

@@ -20,9 +20,7 @@ from loadgen.experiments.experiment import (
     Results,
     Scale,
     TableSpec,
-    all_cases,
     cases_of,
-    faults,
     line,
     series,
     tabulate,
@@ -81,7 +79,6 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
     claims = tuple(price_claim(curve, results) for curve in curves)
     lines = [item for curve in curves for item in curve.lines]
     return Document(
-        name=NAME,
         title="The step size of the paper's prices",
         asked="Do learned prices help the paper's policy at all, and how does that hang on the "
         "step size, which the paper does not give?",
@@ -94,7 +91,6 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
             "elsewhere": f"{PUBLISHED} has step size {PUBLISHED_STEP:g}, or "
             f"{LARGE_ALPHA_STEP:g} where alpha is at least {LARGE_ALPHA:g}, in all others",
         },
-        command=scale.command(NAME),
         seeds=scale.fewer_seeds,
         tables=(tabulate(lines, TableSpec("Every point", PERIOD_TABLE), results),),
         charts=(
@@ -114,7 +110,6 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
             ),
         ),
         claims=claims,
-        faults=faults(all_cases(lines), results),
     )
 
 

@@ -10,7 +10,7 @@ from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import SECOND_TABLE, UTILISATION
 from loadgen.experiments.comparisons import compare_rules, ratio_chart
 from loadgen.experiments.document import Document
-from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, cases_of, faults
+from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, cases_of
 from loadgen.experiments.fleets import a100_fleet
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import RuleBook
@@ -56,20 +56,32 @@ RECORDINGS = (
 )
 
 
+def find_recordings(
+    folder: Path | None, wanted: Sequence[Recording] = RECORDINGS
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """({title: path} of the recordings that are there, a sentence for each that is not)."""
+    paths = {recording: recording.path(folder) for recording in wanted}
+    return (
+        {recording.title: str(path) for recording, path in paths.items() if path is not None},
+        tuple(
+            f"{recording.title}: --data DIR has no {' or '.join(recording.files)}"
+            for recording, path in paths.items()
+            if path is None
+        ),
+    )
+
+
 def plan(scale: Scale) -> Plan:
     """Replay what recordings are there; what is not is told."""
     book = RuleBook(ControlConfig(max_wait_s=600.0, queue_max=100_000))
     rules = [*book.heuristics(), *book.strong()]
-    comparisons, skipped = [], []
-    for recording in RECORDINGS:
-        path = recording.path(scale.data)
-        if path is None:
-            skipped.append(f"{recording.title}: --data DIR has no {' or '.join(recording.files)}")
-            continue
+    found, skipped = find_recordings(scale.data)
+    comparisons = []
+    for title, trace in found.items():
         for load in LOADS_FULL if scale.full else LOADS:
             case = Case(
                 load=Load(
-                    trace=str(path),
+                    trace=trace,
                     arrivals="recorded",
                     load=load,
                     requests=min(scale.fewer, REQUESTS_MAX),
@@ -79,10 +91,8 @@ def plan(scale: Scale) -> Plan:
                 rule=rules[0],
                 ttft_bound_s=TTFT_BOUND_S,
             )
-            comparisons.append(
-                compare_rules(f"{recording.title}, load {load:g}", case, rules, scale)
-            )
-    report = partial(_report, scale, tuple(comparisons), tuple(skipped))
+            comparisons.append(compare_rules(f"{title}, load {load:g}", case, rules, scale))
+    report = partial(_report, scale, tuple(comparisons), skipped)
     return Plan(cases_of(comparisons), report, "" if comparisons else "; ".join(skipped))
 
 
@@ -99,7 +109,6 @@ def _report(
         else ()
     )
     return Document(
-        name=NAME,
         title="Recorded arrivals",
         asked="Do the gains survive real burstiness and real length mixes?",
         answers=tuple(item.answer(results) for item in comparisons),
@@ -113,11 +122,9 @@ def _report(
             "prefix cache": "none in the model, so Mooncake's shared prefixes are computed again",
             "bound": f"{TTFT_BOUND_S:g} s to the first token",
         },
-        command=scale.command(NAME),
         seeds=scale.fewer_seeds,
         tables=tuple(item.table((*SECOND_TABLE, UTILISATION), results) for item in comparisons),
         charts=charts,
-        faults=faults(cases_of(comparisons), results),
         skipped=skipped,
     )
 

@@ -11,15 +11,19 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import jinja2
 
+from loadgen.experiments.costs import total
 from loadgen.experiments.document import Cell, Chart, Claim, Column, Document, Spread, read_document
 from loadgen.experiments.pictures import draw_chart
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from loadgen.experiments.costs import Cost
 
 TEMPLATES = Path(__file__).with_name("templates")
 INDEX_FILE = "README.md"
@@ -37,15 +41,37 @@ def read_documents(folder: Path, order: Sequence[str]) -> list[Document]:
     return [read_document(path) for path in paths if path.is_file()]
 
 
-def write_pages(documents: Sequence[Document], folder: Path, jobs: int = 1) -> list[Path]:
-    """Write pictures, one Markdown page a document, and the index; returns what was written."""
+def write_pages(
+    documents: Sequence[Document],
+    folder: Path,
+    jobs: int = 1,
+    costs: Mapping[str, Cost] = MappingProxyType({}),
+) -> list[Path]:
+    """Write pictures, one Markdown page a document, and the index.
+
+    Args:
+        documents: in the order of the index.
+        folder: where to.
+        jobs: processes that draw.
+        costs: of the documents' simulations, where they are known.
+
+    Returns:
+        What was written.
+    """
     written = _draw([chart for document in documents for chart in document.charts], folder, jobs)
     for document in documents:
         page = folder / f"{document.name}.md"
         page.write_text(_render("experiment.md.j2", document=document), encoding="utf-8")
         written.append(page)
     index = folder / INDEX_FILE
-    text = _render("index.md.j2", documents=documents, claims=sorted_claims(documents))
+    shown = {each.name: costs[each.name] for each in documents if each.name in costs}
+    text = _render(
+        "index.md.j2",
+        documents=documents,
+        claims=sorted_claims(documents),
+        costs=shown,
+        total=total(shown),
+    )
     index.write_text(text, encoding="utf-8")
     return [*written, index]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from loadgen.experiments.measures import Measured
-    from loadgen.experiments.store import ResultStore
+    from loadgen.experiments.store import ResultStore, Timed
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 KILLED = "its process, or that of a simulation beside it, was killed (out of memory?)"
@@ -36,7 +36,7 @@ class Outcome:
     Attributes:
         results: by case.
         failures: why the others have none.
-        cpu_s: processor time of those that were simulated now.
+        cpu_s: processor time they took, when they were simulated.
         reused: how many were known from an earlier run.
     """
 
@@ -69,7 +69,7 @@ def run_cases(
     for case in alike:
         known = None if store is None else store.load(case)
         if known is not None:
-            outcome.results[case] = known
+            outcome.results[case], outcome.cpu_s[case] = known
             outcome.reused += 1
             _end(alike[case], ended)
     todo = sorted((c for c in alike if c not in outcome.results), key=_cost, reverse=True)
@@ -104,7 +104,7 @@ def _named(outcome: Outcome, alike: Mapping[Case, Sequence[Case]]) -> Outcome:
     return found
 
 
-def timed_case(case: Case) -> tuple[Measured, float]:
+def timed_case(case: Case) -> Timed:
     """Simulate a case; its result and the processor time it took."""
     started_s = time.process_time()
     return run_case(case), time.process_time() - started_s
@@ -113,7 +113,7 @@ def timed_case(case: Case) -> tuple[Measured, float]:
 def _take(
     outcome: Outcome,
     case: Case,
-    result: tuple[Measured, float] | Exception,
+    result: Timed | Exception,
     store: ResultStore | None,
 ) -> None:
     if isinstance(result, BrokenProcessPool):
@@ -123,12 +123,10 @@ def _take(
     else:
         outcome.results[case], outcome.cpu_s[case] = result
         if store is not None:
-            store.save(case, result[0])
+            store.save(case, result)
 
 
-def _run_here(
-    cases: Iterable[Case], _: int
-) -> Iterator[tuple[Case, tuple[Measured, float] | Exception]]:
+def _run_here(cases: Iterable[Case], _: int) -> Iterator[tuple[Case, Timed | Exception]]:
     for case in cases:
         try:
             yield case, timed_case(case)
@@ -136,14 +134,12 @@ def _run_here(
             yield case, error
 
 
-def _run_in_processes(
-    cases: Iterable[Case], jobs: int
-) -> Iterator[tuple[Case, tuple[Measured, float] | Exception]]:
+def _run_in_processes(cases: Iterable[Case], jobs: int) -> Iterator[tuple[Case, Timed | Exception]]:
     with (
         _single_threaded(),
         ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
     ):
-        waiting: dict[Future[tuple[Measured, float]], Case] = {}
+        waiting: dict[Future[Timed], Case] = {}
         try:
             for case in cases:
                 waiting[pool.submit(timed_case, case)] = case

@@ -21,7 +21,6 @@ from loadgen.experiments.experiment import (
     TableSpec,
     all_cases,
     cases_of,
-    faults,
     line,
     series,
     spread,
@@ -77,7 +76,6 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
     )
     ends = f"from {curves[0].x[0]} to {curves[0].x[-1]} workers"
     return Document(
-        name="scaling",
         title="From few workers to many",
         asked="At the same load a worker, what does a larger fleet change?",
         answers=(f"Mean TTFT in periods {ends}: {told}.",),
@@ -86,7 +84,6 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
             "load": f"LMSYS-like lengths, Poisson, load {LOAD:g}, exact prediction; requests in "
             "proportion to the workers, so the time is about the same",
         },
-        command=scale.command("scaling"),
         seeds=scale.seeds,
         tables=(tabulate(lines, TableSpec("Every point", PERIOD_TABLE), results),),
         charts=(
@@ -106,7 +103,6 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
                 ),
             ),
         ),
-        faults=faults([case for item in lines for case in item.cases], results),
     )
 
 
@@ -161,7 +157,6 @@ def _overhead_report(scale: Scale, timings: Sequence[Timing], results: Results) 
     )
     slowest = max(rows, key=lambda row: row.cells[0].value.mean if row.cells[0].value else 0.0)
     return Document(
-        name="overhead",
         title="How long a decision takes",
         asked="How does the time of one decision grow with workers and horizon?",
         answers=(
@@ -173,7 +168,6 @@ def _overhead_report(scale: Scale, timings: Sequence[Timing], results: Results) 
             f"{BATCH_LIMIT}; every tick of the run counts, the idle ones too",
             "published": "refreshes its prices inside the decision, as Algorithm 1 says",
         },
-        command=scale.command("overhead"),
         seeds=scale.seeds[:1],
         tables=(Table("Milliseconds", columns, tuple(rows)),),
     )

@@ -24,8 +24,12 @@ from loadgen.experiments.measures import Measured
 
 if TYPE_CHECKING:
     from types import ModuleType
+    from typing import TypeAlias
 
     from loadgen.experiments.cases import Case
+
+    Timed: TypeAlias = tuple[Measured, float]
+    """What a simulation gave, and the processor time that it took, seconds."""
 
 FOLDER = "simulations"
 LIBRARIES = ("numpy", "scipy")
@@ -55,20 +59,22 @@ class ResultStore:
         own.mkdir(parents=True, exist_ok=True)
         return cls(own)
 
-    def load(self, case: Case) -> Measured | None:
+    def load(self, case: Case) -> Timed | None:
         """What a case gave earlier; None when it is not known or its file was cut short."""
         try:
             found = json.loads(self._path(case).read_bytes())
             values = cast("dict[str, float]", found["values"])
-            return Measured(values, cast("dict[str, list[float | None]]", found["series"]))
+            series = cast("dict[str, list[float | None]]", found["series"])
+            return Measured(values, series), float(found["cpu_s"])
         except (OSError, ValueError, KeyError):
             return None
 
-    def save(self, case: Case, measured: Measured) -> None:
-        """Keep what a case gave; the file appears whole or not at all."""
+    def save(self, case: Case, timed: Timed) -> None:
+        """Keep what a case gave and cost; the file appears whole or not at all."""
         path = self._path(case)
         unfinished = path.with_suffix(".part")
-        record = {"values": measured.values, "series": measured.series}
+        measured, cpu_s = timed
+        record = {"values": measured.values, "series": measured.series, "cpu_s": cpu_s}
         # Not orjson: it writes infinity as null.
         unfinished.write_text(json.dumps(record), encoding="utf-8")
         unfinished.replace(path)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from loadgen.experiments import panels, paper_figures
 from loadgen.experiments.document import Chart, Claim, Document, Verdict
-from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, all_cases, faults
+from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, all_cases, pick
 from loadgen.experiments.judge import number
 from loadgen.experiments.panels import PaperPanel
 from loadgen.experiments.rules import PUBLISHED, ROUND_ROBIN
@@ -73,9 +73,7 @@ def _report(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results
         for figure, parts in drawn.items()
     ]
     ratios = {figure: parts[0][0].trace.removeprefix("ratio:") for figure, parts in drawn.items()}
-    cases = [case for parts in drawn.values() for _, lines in parts for case in all_cases(lines)]
     return Document(
-        name=NAME,
         title="Synthetic prompt-to-answer ratios: figures 17 to 24",
         asked="Does the comparison hold when answers are four times as long as prompts, and when "
         "prompts are four times as long as answers?",
@@ -89,7 +87,6 @@ def _report(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results
             "paper gives only the ratio (and calls 1:4 both prefill- and decode-heavy)",
             "offered load, decode work over slots": _loads(drawn, results),
         },
-        command=scale.command(NAME),
         seeds=scale.fewer_seeds,
         tables=tuple(
             panels.panel_table(panel, lines, results)
@@ -98,7 +95,6 @@ def _report(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results
         ),
         charts=_charts(drawn, results),
         claims=(*claims, decode_light_claim(drawn, results)),
-        faults=faults(cases, results),
     )
 
 
@@ -133,8 +129,7 @@ def decode_light_claim(drawn: Mapping[int, Sequence[Drawn]], results: Results) -
 
 
 def _mean(lines: Sequence[Line], label: str, results: Results) -> float:
-    found = next(item for item in lines if item.label == label)
-    return found.mean(panels.TTFT_MEAN.key, results) * panels.TTFT_MEAN.factor
+    return pick(lines, label).mean(panels.TTFT_MEAN.key, results) * panels.TTFT_MEAN.factor
 
 
 def _loads(drawn: Mapping[int, Sequence[Drawn]], results: Results) -> str:

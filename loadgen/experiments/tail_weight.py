@@ -17,9 +17,7 @@ from loadgen.experiments.experiment import (
     Results,
     Scale,
     TableSpec,
-    all_cases,
     cases_of,
-    faults,
     line,
     series,
     tabulate,
@@ -68,7 +66,6 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
     )
     lines = [item for curve in curves for item in curve.lines]
     return Document(
-        name="tail-weight",
         title="From tail weight to satisfied quantile: figure 13",
         asked="Does a larger ζ2 let more requests have their first token within t2' = 49 periods?",
         answers=tuple(
@@ -81,12 +78,10 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
             "requests": str(scale.fewer),
             "weights": "(1/135, 1/400, 1/400, 1, 1, ζ2); the paper does not say which it fixed",
         },
-        command=scale.command("tail-weight"),
         seeds=scale.seeds,
         tables=(tabulate(lines, TableSpec("Every point", PERIOD_TABLE), results),),
         charts=(_chart(curves, results),),
         claims=tuple(claims),
-        faults=faults(all_cases(lines), results),
     )
 
 

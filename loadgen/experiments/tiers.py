@@ -16,9 +16,9 @@ from loadgen.experiments.experiment import (
     Scale,
     TableSpec,
     cases_of,
-    faults,
     front,
     line,
+    lines_under,
     tabulate,
 )
 from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
@@ -103,14 +103,9 @@ def plan(scale: Scale) -> Plan:
     mixes = []
     for interactive, batch in MIXES:
         case = _case(scale, book, interactive, batch)
-        slots = RESERVES
-        families = (
-            [book.reserve(kept) for kept in slots],
-            [book.reserve(kept, PolicyName.CENTRAL_FCFS) for kept in slots],
-        )
         reserves, in_turn = (
-            tuple(line(replace(case, rule=rule), scale.seeds) for rule in rules)
-            for rules in families
+            lines_under(case, [book.reserve(kept, order) for kept in RESERVES], scale.seeds)
+            for order in (PolicyName.CENTRAL_SHORTEST_FIRST, PolicyName.CENTRAL_FCFS)
         )
         mixes.append(
             Mix(
@@ -118,7 +113,7 @@ def plan(scale: Scale) -> Plan:
                 reserves,
                 in_turn,
                 tuple(_point_of_ours(case, book, scale, *point) for point in POINTS),
-                tuple(line(replace(case, rule=rule), scale.seeds) for rule in others),
+                lines_under(case, others, scale.seeds),
             )
         )
     return Plan(cases_of(mixes), partial(_report, scale, tuple(mixes)))
@@ -173,7 +168,6 @@ def _report(scale: Scale, mixes: Sequence[Mix], results: Results) -> Document:
         for claim in (dominance_claim(mix, results), equal_tokens_claim(mix, results))
     ]
     return Document(
-        name=NAME,
         title="Two tiers: interactive next to batch",
         asked="Can prices do what a static reserve of slots does, a short interactive p99 at "
         "little cost in batch tokens, without anyone choosing the reserve?",
@@ -190,7 +184,6 @@ def _report(scale: Scale, mixes: Sequence[Mix], results: Results) -> Document:
             "tokens are counted in that time",
             "weights": "shipped unless said otherwise; the tiers differ in value and bound alone",
         },
-        command=scale.command(NAME),
         seeds=scale.seeds,
         tables=tuple(_table(mix, results) for mix in mixes),
         charts=(
@@ -201,7 +194,6 @@ def _report(scale: Scale, mixes: Sequence[Mix], results: Results) -> Document:
             ),
         ),
         claims=tuple(claims),
-        faults=faults(cases_of(mixes), results),
     )
 
 

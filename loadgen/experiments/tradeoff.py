@@ -18,9 +18,8 @@ from loadgen.experiments.experiment import (
     Scale,
     TableSpec,
     all_cases,
-    faults,
     front,
-    line,
+    lines_under,
     tabulate,
 )
 from loadgen.experiments.fleets import (
@@ -66,7 +65,7 @@ def plan(scale: Scale) -> Plan:
         Front("central_shortest_first: age bound", _age_lines(case, scale, SHORTEST_FIRST)),
     )
     rules = [*book.heuristics(), book.first_come()]
-    points = tuple(line(replace(case, rule=rule), scale.seeds) for rule in rules)
+    points = lines_under(case, rules, scale.seeds)
     lines = [*extremes, *points, *(item for front in fronts for item in front.lines)]
     return Plan(all_cases(lines), partial(_report, scale, extremes, points, fronts))
 
@@ -85,15 +84,14 @@ def base_case(scale: Scale) -> Case:
 def extreme_lines(case: Case, scale: Scale) -> tuple[Line, ...]:
     """Figure 3's two weight vectors, under the paper's policy and ours."""
     book = RuleBook(period_control())
-    found = []
+    rules = []
     for name, text in (("latency", panels.AVERAGE_ONLY), ("tail", panels.TAIL_ONLY)):
         chosen = panels.weights(text)
-        for rule in (
+        rules += [
             book.published(chosen, f"{PUBLISHED}, {name} weights ({text})"),
             book.forward(chosen, f"{FORWARD}, {name} weights ({text})"),
-        ):
-            found.append(line(replace(case, rule=rule), scale.seeds))
-    return tuple(found)
+        ]
+    return lines_under(case, rules, scale.seeds)
 
 
 def _weight_lines(case: Case, scale: Scale, *, published: bool) -> tuple[Line, ...]:
@@ -112,19 +110,18 @@ def _weight_lines(case: Case, scale: Scale, *, published: bool) -> tuple[Line, .
         )
         for share in shares
     ]
-    return tuple(line(replace(case, rule=rule), scale.seeds) for rule in rules)
+    return lines_under(case, rules, scale.seeds)
 
 
 def _age_lines(case: Case, scale: Scale, policy: str) -> tuple[Line, ...]:
-    found = []
+    rules = []
     for bound_s in AGE_BOUNDS_FULL_S if scale.full else AGE_BOUNDS_S:
         book = RuleBook(replace(period_control(), age_bound_s=bound_s))
         name = f"age {bound_s * PER_PERIOD:g}" if bound_s else "no age bound"
         rule = book.forward() if policy == FORWARD else book.shortest_first()
         short = "forward" if policy == FORWARD else "shortest first"
-        rule = replace(rule, label=f"{short}, {name}")
-        found.append(line(replace(case, rule=rule), scale.seeds))
-    return tuple(found)
+        rules.append(replace(rule, label=f"{short}, {name}"))
+    return lines_under(case, rules, scale.seeds)
 
 
 def _report(
@@ -139,7 +136,6 @@ def _report(
     ours = figure_3_claim(extremes[1], extremes[3], results)
     spec = TableSpec("Every point, against round robin", PERIOD_TABLE, ROUND_ROBIN)
     return Document(
-        name="trade-off",
         title="Trade-off control: figure 3 and the whole front",
         asked="Do latency weights buy a low mean at the price of the tail, and tail weights the "
         "reverse? Which pairs of mean and p99 can be had at all?",
@@ -154,7 +150,6 @@ def _report(
             "requests": str(scale.fewer),
             "sweep of weights": "(0, 1, 1, 0, ζ, ζ), ζ in units of the horizon H = 2,048",
         },
-        command=scale.command("trade-off"),
         seeds=scale.seeds,
         tables=(tabulate(lines, spec, results),),
         charts=(_front_chart(points, fronts, results),),
@@ -162,7 +157,6 @@ def _report(
             claim,
             replace(ours, source="ours, as figure 3", statement="The same with our variant."),
         ),
-        faults=faults(all_cases(lines), results),
     )
 
 

@@ -9,7 +9,7 @@ from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import KV_UTILISATION, PERIOD_TABLE, UTILISATION
 from loadgen.experiments.comparisons import Comparison, compare_rules, ratio_chart
 from loadgen.experiments.document import Claim, Document, Verdict
-from loadgen.experiments.experiment import Experiment, Line, Plan, Results, Scale, cases_of, faults
+from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, cases_of, pick
 from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
 from loadgen.experiments.judge import number
 from loadgen.experiments.loads import Load
@@ -58,7 +58,6 @@ def plan(scale: Scale) -> Plan:
 
 def _report(scale: Scale, comparisons: Sequence[Comparison], results: Results) -> Document:
     return Document(
-        name=NAME,
         title="The yardsticks: two loads, every baseline, the hindsight bound",
         asked="Where does the gain come from: late binding, ordering, the future-KV check, or "
         "prices? And how much is left to gain?",
@@ -73,7 +72,6 @@ def _report(scale: Scale, comparisons: Sequence[Comparison], results: Results) -
             "in buckets of 10 periods, both relaxations); a bound on the means and on the share "
             "within 49 periods, not a policy",
         },
-        command=scale.command(NAME),
         seeds=scale.seeds,
         tables=tuple(
             item.table((*PERIOD_TABLE, UTILISATION, KV_UTILISATION), results)
@@ -81,7 +79,6 @@ def _report(scale: Scale, comparisons: Sequence[Comparison], results: Results) -
         ),
         charts=(ratio_chart(NAME, "Every policy over round robin", comparisons, results),),
         claims=tuple(ablation_claim(item, results) for item in comparisons),
-        faults=faults(cases_of(comparisons), results),
     )
 
 
@@ -110,8 +107,7 @@ def _sentences(item: Comparison, results: Results) -> list[str]:
     )
     bound = _mean(item, HINDSIGHT, results)
     ours = _mean(item, FORWARD, results)
-    least = _line(item, "least_outstanding")
-    mine = _line(item, FORWARD)
+    least, mine = pick(item.lines, "least_outstanding"), pick(item.lines, FORWARD)
     tail = mine.mean("ttft_p99_s", results) / least.mean("ttft_p99_s", results)
     return [
         f"{item.title}: mean TTFT in periods: {told}; no policy can have less than "
@@ -123,12 +119,8 @@ def _sentences(item: Comparison, results: Results) -> list[str]:
     ]
 
 
-def _line(item: Comparison, label: str) -> Line:
-    return next(found for found in item.lines if found.label == label)
-
-
 def _mean(item: Comparison, label: str, results: Results) -> float:
-    return _line(item, label).mean("ttft_mean_s", results) * PER_PERIOD
+    return pick(item.lines, label).mean("ttft_mean_s", results) * PER_PERIOD
 
 
 EXPERIMENT = Experiment(

@@ -12,6 +12,14 @@ import pytest
 from loadgen.experiments import execution, runner, store
 from loadgen.experiments.cases import Case, run_case
 from loadgen.experiments.command import ExperimentOptions
+from loadgen.experiments.costs import (
+    COSTS_FILE,
+    Cost,
+    costs_of,
+    read_costs,
+    total,
+    write_costs,
+)
 from loadgen.experiments.document import Document, read_document, write_document
 from loadgen.experiments.execution import execute, run_experiments
 from loadgen.experiments.experiment import Experiment, Plan, Results, Scale
@@ -31,6 +39,7 @@ GOOD = Case(
     workers=unit_fleet(2, 4, 2000),
     rule=BOOK.first_come(),
 )
+OTHER = replace(GOOD, load=replace(GOOD.load, seed=2))
 # The hindsight bound refuses workers whose pace changes.
 BAD = replace(GOOD, workers=a100_fleet(2, 4), rule=BOOK.hindsight())
 SCALE = Scale(seeds=(1,), requests=12)
@@ -117,7 +126,7 @@ def test_one_bad_simulation_costs_its_own_page_and_the_status(
     assert "absent not run: no recording" in told.out
     assert "s in all" in told.err
     written = {path.name for path in (tmp_path / "docs").iterdir()}
-    assert written == {"good.json", "good.md", "README.md"}
+    assert written == {"good.json", "good.md", "README.md", "costs.json"}
 
 
 @pytest.mark.usefixtures("known")
@@ -172,8 +181,8 @@ def test_other_settings_other_code_or_another_trace_are_another_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = ResultStore.open(tmp_path)
-    kept.save(GOOD, run_case(GOOD))
-    assert kept.load(GOOD) == run_case(GOOD)
+    kept.save(GOOD, (run_case(GOOD), 1.5))
+    assert kept.load(GOOD) == (run_case(GOOD), 1.5)
     assert kept.load(replace(GOOD, ttft_bound_s=0.5)) is None
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,1,1\n1,1,1\n")
@@ -188,7 +197,7 @@ def test_other_settings_other_code_or_another_trace_are_another_result(
 
 def test_a_result_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
     kept = ResultStore.open(tmp_path)
-    kept.save(GOOD, run_case(GOOD))
+    kept.save(GOOD, (run_case(GOOD), 1.5))
     (path,) = kept.folder.iterdir()
     path.write_text(path.read_text()[:40])
     assert kept.load(GOOD) is None
@@ -198,6 +207,42 @@ def test_the_fingerprint_covers_the_code_that_simulates() -> None:
     assert code_fingerprint() == code_fingerprint()
     names = {package.__name__ for package in store.SOURCES}
     assert names == {"service.control", "service.mock", "loadgen"}
+
+
+def test_a_shared_simulation_costs_the_first_that_needs_it_and_is_told_again_when_reused(
+    tmp_path: Path,
+) -> None:
+    plans = {
+        name: experiment(name, *cases).plan(SCALE)
+        for name, cases in (("one", (GOOD, GOOD)), ("two", (GOOD, OTHER)))
+    }
+    kept = ResultStore.open(tmp_path)
+    cases = [case for plan in plans.values() for case in plan.cases]
+    first = costs_of(plans, run_cases(cases, 1, store=kept))
+    assert [cost.simulations for cost in first.values()] == [1, 1]
+    assert total(first).simulations == 2
+    assert costs_of(plans, run_cases(cases, 1, store=kept)) == first
+
+
+@pytest.mark.usefixtures("known")
+def test_the_index_tells_what_each_experiment_cost_in_its_last_run(tmp_path: Path) -> None:
+    out, docs = tmp_path / "out", tmp_path / "docs"
+    docs.mkdir()
+    write_costs({"good": Cost(7, 700.0), "absent": Cost(5, 500.0)}, docs)
+    options = ExperimentOptions(jobs=1, docs=docs)
+    execute(("good",), out, options)
+    costs = read_costs(docs)
+    assert costs["good"].simulations == 1
+    assert costs["absent"] == Cost(5, 500.0)
+    assert "| [good](good.md) | 1 | 0 |\n| all | 1 | 0 |" in (docs / "README.md").read_text()
+    execute(("good",), out, replace(options, render_only=True))
+    assert read_costs(docs) == costs
+
+
+def test_another_file_is_no_costs(tmp_path: Path) -> None:
+    (tmp_path / COSTS_FILE).write_text("[]")
+    with pytest.raises(ValueError, match="no costs"):
+        read_costs(tmp_path)
 
 
 def test_recordings_that_are_not_there_leave_no_page() -> None:

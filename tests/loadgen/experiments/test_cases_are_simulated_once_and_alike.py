@@ -183,7 +183,7 @@ def test_the_command_writes_everything_and_renders_again_without_simulating(
     ran = ("unequal", "--requests", "8", "--seeds", "1", "--jobs", "1")
     assert status_of(["experiments", *flags, *ran]) == 0
     assert "In " in capsys.readouterr().err
-    names = {"unequal.json", "unequal.md", "unequal.png", "README.md"}
+    names = {"unequal.json", "unequal.md", "unequal.png", "README.md", "costs.json"}
     assert {path.name for path in docs.iterdir()} == names
     assert {path.name for path in out.iterdir()} == names | {"experiments.html", FOLDER}
     before = {path.name: path.read_bytes() for path in docs.iterdir()}

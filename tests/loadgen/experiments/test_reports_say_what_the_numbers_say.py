@@ -27,7 +27,7 @@ from loadgen.experiments.document import (
     rounded,
     write_document,
 )
-from loadgen.experiments.experiment import Line, Scale
+from loadgen.experiments.experiment import Line, Scale, finished, pick
 from loadgen.experiments.judge import TIE, Comparison, Target, verdict
 from loadgen.experiments.pictures import draw_chart
 from loadgen.experiments.recorded import RECORDINGS
@@ -49,7 +49,7 @@ SIMULATED = [name for name in all_experiments() if name not in UNSIMULATED]
 
 def report(name: str, waits_s: dict[str, float], scale: Scale = SCALE) -> Document:
     plan = all_experiments()[name].plan(scale)
-    return plan.report(invented_results(plan.cases, waits_s))
+    return finished(name, plan, scale, invented_results(plan.cases, waits_s))
 
 
 @pytest.fixture(scope="module")
@@ -313,6 +313,20 @@ def test_a_line_without_the_measure_says_so() -> None:
     item = Line("nobody", plan.cases[:1])
     with pytest.raises(KeyError, match="nobody has no colour"):
         item.mean("colour", invented_results(plan.cases, {}))
+
+
+def test_a_line_that_is_not_there_is_named() -> None:
+    with pytest.raises(KeyError, match="no line 'tier'"):
+        pick([Line("tiers", ())], "tier")
+
+
+def test_ticks_in_which_a_policy_failed_are_counted_once_a_simulation() -> None:
+    plan = all_experiments()["table-1"].plan(SCALE)
+    results = invented_results(plan.cases, {})
+    for measured in results.values():
+        measured.values["faults"] = 2.0
+    doubled = replace(plan, cases=plan.cases * 2)
+    assert finished("table-1", doubled, SCALE, results).faults == 2 * len(results)
 
 
 def test_numbers_are_kept_to_four_digits() -> None:
