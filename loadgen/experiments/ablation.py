@@ -15,12 +15,11 @@ from loadgen.experiments import tiers
 from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import PREEMPTIONS
 from loadgen.experiments.document import Chart, Claim, Column, Document, Panel, Series, Verdict
-from loadgen.experiments.experiment import (
-    Experiment,
+from loadgen.experiments.experiment import Experiment, Plan, Scale
+from loadgen.experiments.fleets import LMSYS_HORIZON, a100_fleet, period_control, unit_fleet
+from loadgen.experiments.lines import (
     Line,
-    Plan,
     Results,
-    Scale,
     TableSpec,
     cases_of,
     lines_under,
@@ -28,7 +27,6 @@ from loadgen.experiments.experiment import (
     ratio,
     tabulate,
 )
-from loadgen.experiments.fleets import LMSYS_HORIZON, a100_fleet, period_control, unit_fleet
 from loadgen.experiments.loads import Load
 from loadgen.experiments.reserve import FIRST_TIER
 from loadgen.experiments.rules import (

@@ -6,15 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loadgen.experiments.document import Chart, Panel, Series
-from loadgen.experiments.experiment import (
-    Line,
-    Results,
-    TableSpec,
-    lines_under,
-    pick,
-    tabulate,
-)
 from loadgen.experiments.judge import number
+from loadgen.experiments.lines import Line, Results, TableSpec, lines_under, pick, tabulate
 from loadgen.experiments.rules import FORWARD
 
 if TYPE_CHECKING:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import KV_UTILISATION, PREEMPTIONS, SECOND_TABLE, UTILISATION
 from loadgen.experiments.document import Chart, Claim, Document, Panel, Verdict
-from loadgen.experiments.experiment import (
+from loadgen.experiments.experiment import Experiment, Plan, Scale, evidence
+from loadgen.experiments.fleets import LMSYS_HORIZON, a100_fleet
+from loadgen.experiments.judge import number
+from loadgen.experiments.knowledge import LEVELS
+from loadgen.experiments.lines import (
     Curve,
-    Experiment,
     Line,
-    Plan,
     Results,
-    Scale,
     TableSpec,
     cases_of,
     line,
@@ -28,9 +29,6 @@ from loadgen.experiments.experiment import (
     series,
     tabulate,
 )
-from loadgen.experiments.fleets import LMSYS_HORIZON, a100_fleet
-from loadgen.experiments.judge import number
-from loadgen.experiments.knowledge import LEVELS
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import RuleBook
 from service.control.config import ControlConfig, PolicyName
@@ -136,7 +134,7 @@ def _report(scale: Scale, found: Sequence[Knowledge], results: Results) -> Docum
         title="What a column sets aside: mean or quantile",
         asked="Should a request be expected to use the mean of its length distribution, or a "
         "quantile as a margin against preemption?",
-        answers=tuple(f"{claim.source}: {claim.evidence}" for claim in claims),
+        answers=evidence(claims),
         setting={
             "fleet": f"{WORKERS} workers, Llama-3-8B on A100, B = {BATCH_LIMIT}, M = {KV_TOKENS:,} "
             "tokens, prompts computed by the workers; a preempted request is computed again",

@@ -10,15 +10,9 @@ from loadgen.experiments.cases import Case, Probe
 from loadgen.experiments.columns import FAILED, PERIOD_TABLE, UTILISATION
 from loadgen.experiments.comparisons import Comparison, compare_rules, ratio_chart
 from loadgen.experiments.document import Chart, Document, Panel, Series, rounded
-from loadgen.experiments.experiment import (
-    Experiment,
-    Line,
-    Plan,
-    Results,
-    Scale,
-    all_cases,
-)
+from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
+from loadgen.experiments.lines import Line, Results, all_cases
 from loadgen.experiments.loads import Load
 from loadgen.experiments.measures import WINDOWS
 from loadgen.experiments.rules import FORWARD, PUBLISHED, SHORTEST_FIRST, RuleBook

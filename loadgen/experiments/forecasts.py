@@ -13,9 +13,10 @@ from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import SECOND_TABLE, UTILISATION
 from loadgen.experiments.comparisons import Comparison, ratio_chart
 from loadgen.experiments.document import Claim, Document, Verdict
-from loadgen.experiments.experiment import Experiment, Plan, Results, cases_of, line
+from loadgen.experiments.experiment import Experiment, Plan, evidence
 from loadgen.experiments.fleets import a100_fleet
 from loadgen.experiments.judge import number, percent
+from loadgen.experiments.lines import Results, cases_of, line
 from loadgen.experiments.loads import Load
 from loadgen.experiments.recorded import REQUESTS_MAX, find_recordings
 from loadgen.experiments.rules import Lengths, RuleBook
@@ -127,7 +128,7 @@ def _report(
         title="What length predictors do to TTFT",
         asked="On recorded requests without hints, what is it worth to predict lengths, and how "
         "much would exact lengths add?",
-        answers=tuple(f"{claim.source}: {claim.evidence}" for claim in claims),
+        answers=evidence(claims),
         setting={
             "fleet": f"4 workers, Llama-3-8B on A100, B = {BATCH_LIMIT}, prompts computed by the "
             "workers",

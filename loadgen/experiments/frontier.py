@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import KV_UTILISATION, PREEMPTIONS, SECOND_TABLE, UTILISATION
 from loadgen.experiments.document import Chart, Claim, Document, Panel, Series, Verdict
-from loadgen.experiments.experiment import (
-    Experiment,
+from loadgen.experiments.experiment import Experiment, Plan, Scale, evidence
+from loadgen.experiments.fleets import a100_fleet, period_control, unit_fleet
+from loadgen.experiments.lines import (
     Line,
-    Plan,
     Results,
-    Scale,
     TableSpec,
     cases_of,
     front,
@@ -23,7 +22,6 @@ from loadgen.experiments.experiment import (
     ratio,
     tabulate,
 )
-from loadgen.experiments.fleets import a100_fleet, period_control, unit_fleet
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import FORWARD, Rule, RuleBook
 from service.control.config import ControlConfig, PolicyName, PriceConfig
@@ -126,7 +124,7 @@ def _report(scale: Scale, yardsticks: Sequence[Yardstick], results: Results) -> 
         title="Mean against p99: the frontier",
         asked="How far can the mean TTFT fall while p99 stays bounded, and is the shipped policy "
         "on that frontier?",
-        answers=tuple(f"{claim.source}: {claim.evidence}" for claim in claims),
+        answers=evidence(claims),
         setting={
             "fleet": f"4 workers, B = {BATCH_LIMIT}, M = {AMPLE_KV:,} (slots bind) or "
             f"{TIGHT_KV:,} tokens (KV binds)",

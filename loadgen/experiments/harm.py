@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING
 from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import SECOND_TABLE
 from loadgen.experiments.document import Claim, Document, Verdict
-from loadgen.experiments.experiment import (
-    Experiment,
-    Line,
-    Plan,
-    Results,
-    Scale,
-    TableSpec,
-    cases_of,
-    lines_under,
-    tabulate,
-)
+from loadgen.experiments.experiment import Experiment, Plan, Scale, evidence
 from loadgen.experiments.fleets import a100_fleet, with_pace_error
+from loadgen.experiments.lines import Line, Results, TableSpec, cases_of, lines_under, tabulate
 from loadgen.experiments.loads import Load
 from loadgen.experiments.recorded import RECORDINGS, find_recordings
 from loadgen.experiments.rules import FORWARD, RuleBook
@@ -102,11 +93,7 @@ def _report(
         "once?",
         answers=(
             f"Harmless in {harmless} of {len(claims)} settings.",
-            *(
-                f"{claim.source}: {claim.evidence}"
-                for claim in claims
-                if claim.verdict is not Verdict.CONFIRMED
-            ),
+            *evidence(claim for claim in claims if claim.verdict is not Verdict.CONFIRMED),
         ),
         setting={
             "fleet": f"4 workers, Llama-3-8B on A100, B = {BATCH_LIMIT}, prompts computed by the "

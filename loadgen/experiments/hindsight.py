@@ -19,12 +19,12 @@ from loadgen.experiments.document import (
     Table,
     Verdict,
 )
-from loadgen.experiments.experiment import (
-    Experiment,
+from loadgen.experiments.experiment import Experiment, Plan, Scale, evidence
+from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
+from loadgen.experiments.judge import number
+from loadgen.experiments.lines import (
     Line,
-    Plan,
     Results,
-    Scale,
     cases_of,
     line,
     lines_under,
@@ -32,8 +32,6 @@ from loadgen.experiments.experiment import (
     ratio,
     spread,
 )
-from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
-from loadgen.experiments.judge import number
 from loadgen.experiments.loads import SHORT_ANSWERS, SHORTENED, Load
 from loadgen.experiments.rules import FORWARD, HINDSIGHT, OFFLINE, SHORTEST_FIRST, RuleBook
 
@@ -126,7 +124,7 @@ def _report(scale: Scale, judged: Sequence[Judged], small: Judged, results: Resu
         title="How close to perfect",
         asked="How much of what could be had with all arrivals and lengths known does each policy "
         "achieve, and what is the rest?",
-        answers=(*(f"{claim.source}: {claim.evidence}" for claim in claims), rest),
+        answers=(*evidence(claims), rest),
         setting={
             "fleet": f"{WORKERS} workers, B = {BATCH_LIMIT}, M = {KV_TOKENS:,} (slots bind), "
             "decode only, one iteration a period of 10 ms",

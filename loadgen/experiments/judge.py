@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadgen.experiments.document import Verdict
-from loadgen.experiments.experiment import Line, Results
+from loadgen.experiments.lines import Line, Results
 
 TIE = 0.01
 """Two numbers within one per cent are called equal."""

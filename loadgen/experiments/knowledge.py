@@ -9,19 +9,7 @@ from typing import TYPE_CHECKING
 from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import PERIOD_TABLE, SECOND_TABLE
 from loadgen.experiments.document import Chart, Document, Panel
-from loadgen.experiments.experiment import (
-    Curve,
-    Experiment,
-    Line,
-    Plan,
-    Results,
-    Scale,
-    TableSpec,
-    all_cases,
-    line,
-    series,
-    tabulate,
-)
+from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.fleets import (
     LMSYS_HORIZON,
     PERIOD_S,
@@ -31,6 +19,16 @@ from loadgen.experiments.fleets import (
     with_pace_error,
 )
 from loadgen.experiments.judge import number
+from loadgen.experiments.lines import (
+    Curve,
+    Line,
+    Results,
+    TableSpec,
+    all_cases,
+    line,
+    series,
+    tabulate,
+)
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import Rule, RuleBook
 from loadgen.simulation_config import Telemetry

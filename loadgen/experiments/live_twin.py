@@ -31,9 +31,10 @@ from loadgen.experiments.document import (
     Verdict,
     rounded,
 )
-from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, spread
+from loadgen.experiments.experiment import Experiment, Plan, Scale, evidence
 from loadgen.experiments.fleets import a100_fleet
 from loadgen.experiments.judge import number
+from loadgen.experiments.lines import Results, spread
 from loadgen.live import progress_bar, run
 from loadgen.outcomes import End
 from loadgen.simulation_config import SimulationConfig, Telemetry
@@ -189,7 +190,7 @@ def _report(scale: Scale, _: Results) -> Document:
         title="The simulator against the live service",
         asked="Do the same requests under the same policy wait as long in the simulator as in the "
         "live service in front of mock workers?",
-        answers=tuple(f"{claim.source}: {claim.evidence}" for claim in claims),
+        answers=evidence(claims),
         setting={
             "live": f"{WORKERS} mock workers ({PROFILE}, B = {BATCH_LIMIT}) and the router as "
             "processes on loopback, streams over HTTP",

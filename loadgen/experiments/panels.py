@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING
 from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import PERIOD_TABLE
 from loadgen.experiments.document import Chart, Claim, Panel, Series
-from loadgen.experiments.experiment import (
-    Line,
-    Results,
-    TableSpec,
-    lines_under,
-    pick,
-    tabulate,
-)
 from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
 from loadgen.experiments.judge import Comparison, Target, compare, number, verdict
+from loadgen.experiments.lines import Line, Results, TableSpec, lines_under, pick, tabulate
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import (
     FORWARD,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from loadgen.experiments import panels
 from loadgen.experiments.document import Document
-from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, all_cases
+from loadgen.experiments.experiment import Experiment, Plan, Scale
+from loadgen.experiments.lines import Results, all_cases
 from loadgen.experiments.panels import PaperPanel
 from loadgen.traces import LMSYS_LIKE
 from loadgen.workload import Prediction
@@ -15,7 +16,7 @@ from loadgen.workload import Prediction
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from loadgen.experiments.experiment import Line
+    from loadgen.experiments.lines import Line
 
 NAME = "real-data"
 EXACT, NOISY = Prediction.EXACT, Prediction.NOISY

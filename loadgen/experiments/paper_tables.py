@@ -10,12 +10,12 @@ from loadgen.experiments import panels
 from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import PERIOD_TABLE
 from loadgen.experiments.document import Cell, Claim, Column, Document, Row, Table, Verdict
-from loadgen.experiments.experiment import (
-    Experiment,
+from loadgen.experiments.experiment import Experiment, Plan, Scale
+from loadgen.experiments.fleets import PERIOD_S, period_control, unit_fleet
+from loadgen.experiments.judge import Target, compare, percent, verdict
+from loadgen.experiments.lines import (
     Line,
-    Plan,
     Results,
-    Scale,
     TableSpec,
     all_cases,
     lines_under,
@@ -23,8 +23,6 @@ from loadgen.experiments.experiment import (
     spread,
     tabulate,
 )
-from loadgen.experiments.fleets import PERIOD_S, period_control, unit_fleet
-from loadgen.experiments.judge import Target, compare, percent, verdict
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import PUBLISHED, ROUND_ROBIN, Rule, RuleBook
 from loadgen.workload import Prediction

@@ -24,18 +24,9 @@ from loadgen.experiments.document import (
     Verdict,
     rounded,
 )
-from loadgen.experiments.experiment import (
-    Experiment,
-    Line,
-    Plan,
-    Results,
-    Scale,
-    TableSpec,
-    line,
-    spread,
-    tabulate,
-)
+from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.fleets import PER_PERIOD, period_control, unit_fleet
+from loadgen.experiments.lines import Line, Results, TableSpec, line, spread, tabulate
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import FORWARD, PUBLISHED, RuleBook
 from service.control.reward import largest_reward

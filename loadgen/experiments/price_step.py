@@ -13,20 +13,10 @@ from typing import TYPE_CHECKING
 from loadgen.experiments import panels
 from loadgen.experiments.columns import PERIOD_TABLE
 from loadgen.experiments.document import Chart, Claim, Document, Panel, Verdict
-from loadgen.experiments.experiment import (
-    Curve,
-    Experiment,
-    Plan,
-    Results,
-    Scale,
-    TableSpec,
-    cases_of,
-    line,
-    series,
-    tabulate,
-)
+from loadgen.experiments.experiment import Experiment, Plan, Scale, evidence
 from loadgen.experiments.fleets import PER_PERIOD, period_control
 from loadgen.experiments.judge import number
+from loadgen.experiments.lines import Curve, Results, TableSpec, cases_of, line, series, tabulate
 from loadgen.experiments.rules import (
     LARGE_ALPHA,
     LARGE_ALPHA_STEP,
@@ -82,7 +72,7 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
         title="The step size of the paper's prices",
         asked="Do learned prices help the paper's policy at all, and how does that hang on the "
         "step size, which the paper does not give?",
-        answers=tuple(f"{claim.source}: {claim.evidence}" for claim in claims),
+        answers=evidence(claims),
         setting={
             "fleet and bounds": "as in real-data",
             "rate": f"λ = {RATE} per period, Poisson, exact prediction, {scale.fewer} requests",

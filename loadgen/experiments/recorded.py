@@ -10,8 +10,9 @@ from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import SECOND_TABLE, UTILISATION
 from loadgen.experiments.comparisons import compare_rules, ratio_chart
 from loadgen.experiments.document import Document
-from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, cases_of
+from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.fleets import a100_fleet
+from loadgen.experiments.lines import Results, cases_of
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import RuleBook
 from loadgen.workload import Prediction

@@ -11,13 +11,13 @@ import numpy as np
 from loadgen.experiments.cases import Case, Probe
 from loadgen.experiments.columns import PERIOD_TABLE
 from loadgen.experiments.document import Cell, Chart, Column, Document, Panel, Row, Table
-from loadgen.experiments.experiment import (
+from loadgen.experiments.experiment import Experiment, Plan, Scale
+from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
+from loadgen.experiments.judge import number
+from loadgen.experiments.lines import (
     Curve,
-    Experiment,
     Line,
-    Plan,
     Results,
-    Scale,
     TableSpec,
     all_cases,
     cases_of,
@@ -26,8 +26,6 @@ from loadgen.experiments.experiment import (
     spread,
     tabulate,
 )
-from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
-from loadgen.experiments.judge import number
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import RuleBook
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from loadgen.experiments import panels, paper_figures
 from loadgen.experiments.document import Chart, Claim, Document, Verdict
-from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, all_cases, pick
+from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.judge import number
+from loadgen.experiments.lines import Results, all_cases, pick
 from loadgen.experiments.panels import PaperPanel
 from loadgen.experiments.rules import PUBLISHED, ROUND_ROBIN
 from loadgen.workload import Prediction
@@ -16,7 +17,7 @@ from loadgen.workload import Prediction
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from loadgen.experiments.experiment import Line
+    from loadgen.experiments.lines import Line
     from loadgen.experiments.paper_figures import Drawn
 
 NAME = "synthetic"

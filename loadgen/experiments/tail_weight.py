@@ -10,19 +10,9 @@ from typing import TYPE_CHECKING
 from loadgen.experiments import panels
 from loadgen.experiments.columns import PERIOD_TABLE
 from loadgen.experiments.document import Chart, Claim, Document, Panel, Verdict
-from loadgen.experiments.experiment import (
-    Curve,
-    Experiment,
-    Plan,
-    Results,
-    Scale,
-    TableSpec,
-    cases_of,
-    line,
-    series,
-    tabulate,
-)
+from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.fleets import period_control
+from loadgen.experiments.lines import Curve, Results, TableSpec, cases_of, line, series, tabulate
 from loadgen.experiments.rules import FORWARD, PUBLISHED, RuleBook
 from loadgen.experiments.tradeoff import RATE, base_case
 from service.control.config import Weights

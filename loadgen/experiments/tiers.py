@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from loadgen.experiments.cases import Case
 from loadgen.experiments.document import Chart, Claim, Column, Document, Panel, Series, Verdict
-from loadgen.experiments.experiment import (
-    Experiment,
+from loadgen.experiments.experiment import Experiment, Plan, Scale, evidence
+from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
+from loadgen.experiments.judge import number
+from loadgen.experiments.lines import (
     Line,
-    Plan,
     Results,
-    Scale,
     TableSpec,
     cases_of,
     front,
@@ -21,8 +21,6 @@ from loadgen.experiments.experiment import (
     lines_under,
     tabulate,
 )
-from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
-from loadgen.experiments.judge import number
 from loadgen.experiments.loads import LONG_ANSWERS, Load, Tier
 from loadgen.experiments.reserve import FIRST_TIER
 from loadgen.experiments.rules import FORWARD, Rule, RuleBook
@@ -171,7 +169,7 @@ def _report(scale: Scale, mixes: Sequence[Mix], results: Results) -> Document:
         title="Two tiers: interactive next to batch",
         asked="Can prices do what a static reserve of slots does, a short interactive p99 at "
         "little cost in batch tokens, without anyone choosing the reserve?",
-        answers=tuple(f"{claim.source}: {claim.evidence}" for claim in claims),
+        answers=evidence(claims),
         setting={
             "fleet": f"{WORKERS} workers, B = {SLOTS_PER_WORKER} ({WORKERS * SLOTS_PER_WORKER} "
             f"slots), M = {KV_TOKENS:,}, decode only",

@@ -10,18 +10,7 @@ from loadgen.experiments import panels
 from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import PERIOD_TABLE
 from loadgen.experiments.document import Chart, Claim, Document, Panel, Series, Verdict
-from loadgen.experiments.experiment import (
-    Experiment,
-    Line,
-    Plan,
-    Results,
-    Scale,
-    TableSpec,
-    all_cases,
-    front,
-    lines_under,
-    tabulate,
-)
+from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.fleets import (
     LMSYS_HORIZON,
     PER_PERIOD,
@@ -30,6 +19,15 @@ from loadgen.experiments.fleets import (
     unit_fleet,
 )
 from loadgen.experiments.judge import number
+from loadgen.experiments.lines import (
+    Line,
+    Results,
+    TableSpec,
+    all_cases,
+    front,
+    lines_under,
+    tabulate,
+)
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import FORWARD, PUBLISHED, ROUND_ROBIN, SHORTEST_FIRST, RuleBook
 

@@ -9,9 +9,10 @@ from loadgen.experiments.cases import Case
 from loadgen.experiments.columns import KV_UTILISATION, PERIOD_TABLE, UTILISATION
 from loadgen.experiments.comparisons import Comparison, compare_rules, ratio_chart
 from loadgen.experiments.document import Claim, Document, Verdict
-from loadgen.experiments.experiment import Experiment, Plan, Results, Scale, cases_of, pick
+from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
 from loadgen.experiments.judge import number
+from loadgen.experiments.lines import Results, cases_of, pick
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import (
     FORWARD,

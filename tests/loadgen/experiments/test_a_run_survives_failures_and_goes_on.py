@@ -22,8 +22,9 @@ from loadgen.experiments.costs import (
 )
 from loadgen.experiments.document import Document, read_document, write_document
 from loadgen.experiments.execution import execute, run_experiments
-from loadgen.experiments.experiment import Experiment, Plan, Results, Scale
+from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.fleets import a100_fleet, period_control, unit_fleet
+from loadgen.experiments.lines import Results
 from loadgen.experiments.loads import Load
 from loadgen.experiments.registry import choose
 from loadgen.experiments.rules import RuleBook

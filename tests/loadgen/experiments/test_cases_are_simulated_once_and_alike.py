@@ -13,8 +13,9 @@ from loadgen.experiments.cases import Case, Probe, make_case, run_case
 from loadgen.experiments.command import ExperimentOptions
 from loadgen.experiments.document import write_document
 from loadgen.experiments.execution import make_scale, run_experiments
-from loadgen.experiments.experiment import Scale, line
+from loadgen.experiments.experiment import Scale
 from loadgen.experiments.fleets import PER_PERIOD, period_control, unit_fleet
+from loadgen.experiments.lines import line
 from loadgen.experiments.loads import (
     Load,
     Tier,

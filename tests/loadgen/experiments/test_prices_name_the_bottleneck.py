@@ -6,8 +6,8 @@ import pytest
 
 from loadgen.experiments import price_diagnostics
 from loadgen.experiments.cases import Case, Probe, run_case
-from loadgen.experiments.experiment import Line
 from loadgen.experiments.fleets import period_control, unit_fleet
+from loadgen.experiments.lines import Line
 from loadgen.experiments.price_diagnostics import EXPECTED, diagnosis, request_prices
 from loadgen.experiments.rules import RuleBook
 

@@ -27,8 +27,9 @@ from loadgen.experiments.document import (
     rounded,
     write_document,
 )
-from loadgen.experiments.experiment import Line, Scale, finished, pick
+from loadgen.experiments.experiment import Scale, finished
 from loadgen.experiments.judge import TIE, Comparison, Target, verdict
+from loadgen.experiments.lines import Line, pick
 from loadgen.experiments.pictures import draw_chart
 from loadgen.experiments.recorded import RECORDINGS
 from loadgen.experiments.registry import all_experiments, choose
