@@ -54,13 +54,14 @@ MEANING: Final = {
     408: "The body did not arrive in time",
     409: "The id or the URL is another worker's",
     413: "The body is too long",
+    415: "The body is compressed, or not of a sort that the worker reads",
     422: "The worker cannot read the body",
     429: "Busy, or a limit of the key: Retry-After says when to come again",
     502: "The worker broke, or cannot be reached",
     503: "No worker is up, or bidgate shuts down",
     504: "The worker or the deadline was too late",
 }
-PROXIED: Final = (400, 401, 404, 408, 413, 422, 429, 502, 503, 504)
+PROXIED: Final = (400, 401, 404, 408, 413, 415, 422, 429, 502, 503, 504)
 COUNT: Final = {"type": "integer", "minimum": 1}
 FIELDS: Final[Json] = {
     "model": {"type": "string"},

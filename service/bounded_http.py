@@ -1,26 +1,35 @@
-"""How HTTP is spoken on a client's connection: uvicorn's way, with bounds on the head of a request.
+"""How HTTP is spoken on a client's connection: uvicorn's way, with what it leaves open closed.
 
-uvicorn bounds neither how long a head may be nor how long it may take, so a client could hold a
-connection and memory for ever without ever being a request.
+uvicorn bounds neither how long a head or trailers may be nor how long they may take, so a client
+could hold a connection and memory for ever without ever being a request. It takes trailers for
+headers, answers HTTP/1.0 in chunks, loses the body of a request that offers another protocol, and
+does not see a client leave that sent its next request already.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import Answer, error_body
+from service.headers import RawHeaders
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from uvicorn._types import ASGISendEvent
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 HEAD_TOO_LARGE: Final = Answer(431, "invalid_request_error", "head_too_large")
 HEAD_TOO_SLOW: Final = Answer(408, "timeout_error", "head_too_slow")
+BAD_HTTP: Final = Answer(400, "invalid_request_error", "bad_http")
+AHEAD_MAX: Final = 4
+"""Requests read behind the one that is being answered; more of them wait in the socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +37,8 @@ class HeadBounds:
     """Bounds of a request's first line and headers.
 
     Attributes:
-        bytes_max: most of them. timeout_s: longest time they may take to arrive.
+        bytes_max: most of them, and of trailers. timeout_s: longest time they may take to arrive;
+            and the rest of a body whose request is answered already.
     """
 
     bytes_max: int
@@ -42,46 +52,121 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._open: deque[RequestResponseCycle] = deque()
+        self._framing_bytes = 0
+        self._moved_on = False
+        self._in_head = True
+        self._in_message = False
+        self._muted = False
         self._refused = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_came()
+        self._rest_came()
+        for cycle in self._open:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        super().data_received(data)
-        if self._head_timer is not None and not self._refused:
-            # Part of a head: the parser keeps what it has seen of it.
-            self._head_bytes += len(data)
-            if self._head_bytes > self.bounds.bytes_max:
-                self._refuse(HEAD_TOO_LARGE, f"longer than {self.bounds.bytes_max} bytes")
+        self._unset_keepalive_if_required()
+        self._moved_on = False
+        try:
+            self._parse(data)
+        except HttpParserError:
+            self._refuse(BAD_HTTP, "this is no HTTP/1.1 request")
+            return
+        if self._moved_on:
+            self._framing_bytes = 0
+            return
+        # A head, trailers or a chunk's extension: the parser keeps what it has seen of it.
+        self._framing_bytes += len(data)
+        if self._framing_bytes > self.bounds.bytes_max and not self._refused:
+            self._refuse_long()
 
     def on_message_begin(self) -> None:
+        if self._muted:
+            return
         super().on_message_begin()
-        self._head_bytes = 0
+        self._framing_bytes = 0
+        self._in_head = self._in_message = True
         if self._head_timer is None:
             self._expect_head()
 
+    def on_url(self, url: bytes) -> None:
+        if not self._muted:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # What comes after the body is a trailer, and no header (RFC 9110, 6.5.1).
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self._muted:
+            return
         self._head_came()
+        self._moved_on = True
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self.bounds.bytes_max:
-            self._refuse(HEAD_TOO_LARGE, f"longer than {self.bounds.bytes_max} bytes")
+            self._refuse_long()
             return
         super().on_headers_complete()
+        self._in_head = False
+        if self.parser.get_http_version() != "1.1":
+            _answer_without_chunks(self.cycle)
+        while self._open and self._open[0].response_complete:
+            self._open.popleft()
+        self._open.append(self.cycle)
+        if 0 < len(self.pipeline) < AHEAD_MAX:
+            # uvicorn stops reading at the first; then nobody would see this client leave.
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
+        self._moved_on = True
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and _body_framing(self.headers):
+            # The parser thinks so; _parse lets the body follow.
+            return
+        self._moved_on = True
+        self._in_message = False
+        self._rest_came()
         if not self._refused:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        unread = self._in_message and not self._in_head and self.cycle.response_complete
+        if unread and self._rest_timer is None:
+            self._rest_timer = self.loop.call_later(self.bounds.timeout_s, self.transport.close)
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser, over offers of another protocol, which it takes for accepted.
+
+        Raises:
+            HttpParserError: this is no HTTP.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                framing = _body_framing(self.headers)
+                if framing:
+                    self._muted = True
+                    self.parser = HttpRequestParser(self)
+                    self.parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
+                    self._muted = False
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self.bounds.timeout_s, self._head_late)
@@ -91,24 +176,71 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _rest_came(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+
     def _head_late(self) -> None:
         self._head_timer = None
-        # None until the first request, whatever uvicorn's annotation says.
-        cycle = cast("RequestResponseCycle | None", self.cycle)
-        answering = cycle is not None and not cycle.response_complete
-        if not (self._refused or answering or self.transport.is_closing()):
-            self._refuse(HEAD_TOO_SLOW, f"not here after {self.bounds.timeout_s:g} s")
+        if self._refused or self.transport.is_closing():
+            return
+        if all(cycle.response_complete for cycle in self._open):
+            why = f"the request's head is not here after {self.bounds.timeout_s:g} s"
+            self._refuse(HEAD_TOO_SLOW, why)
+        else:
+            self._expect_head()
+
+    def _refuse_long(self) -> None:
+        part = "head is" if self._in_head else "trailers are"
+        why = f"the request's {part} longer than {self.bounds.bytes_max} bytes"
+        self._refuse(HEAD_TOO_LARGE, why)
 
     def _refuse(self, answer: Answer, why: str) -> None:
-        """Answer by hand, as there is no request yet, and hang up."""
+        """Answer by hand, where no other answer is on its way, and hang up."""
         self._refused = True
-        body = error_body(f"the request's head is {why}", answer)
-        head = (
-            b"content-type: application/json\r\nconnection: close\r\n"
-            b"content-length: %d\r\n\r\n" % len(body)
-        )
-        self.transport.write(STATUS_LINE[answer.status] + head + body)
+        answering = [cycle for cycle in self._open if not cycle.response_complete]
+        if self._in_message and not self._in_head and answering == [self.cycle]:
+            answering = [self.cycle] if self.cycle.response_started else []
+        if not answering:
+            self.transport.write(_by_hand(answer, why))
         self.transport.close()
+
+
+def _body_framing(headers: RawHeaders) -> bytes:
+    """The header that says how long the body is; nothing where there is none."""
+    for name, value in headers:
+        if name == b"transfer-encoding" or (name == b"content-length" and value != b"0"):
+            return name + b": " + value
+    return b""
+
+
+def _by_hand(answer: Answer, why: str) -> bytes:
+    """A whole response, for what never became a request."""
+    body = error_body(why, answer)
+    head = (
+        b"content-type: application/json\r\nconnection: close\r\n"
+        b"x-bidgate-reason: %s\r\ncontent-length: %d\r\n\r\n"
+        % (str(answer.code).encode(), len(body))
+    )
+    return STATUS_LINE[answer.status] + head + body
+
+
+def _answer_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Let a body of unknown length end with the connection: HTTP/1.0 knows no chunks."""
+    send = cycle.send
+    told = True
+
+    async def sending(message: ASGISendEvent) -> None:
+        nonlocal told
+        if message["type"] == "http.response.start":
+            told = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if told else False
+        elif message["type"] == "http.response.body" and not told:
+            cycle.expected_content_length = len(message["body"])
+        await send(message)
+
+    cycle.send = sending  # type: ignore[method-assign]
 
 
 def bounded_http(bounds: HeadBounds) -> type[asyncio.Protocol]:

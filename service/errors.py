@@ -5,6 +5,7 @@
     |   |-- BadRequestError         400 invalid_request_error
     |   |-- BodyTooLargeError       413 invalid_request_error
     |   |-- BodyTooSlowError        408 timeout_error
+    |   |-- EncodedBodyError        415 invalid_request_error
     |   |-- UnauthorizedError       401 authentication_error
     |   |-- OperatorRouteError      403 permission_error
     |   |-- MethodNotAllowedError   405 invalid_request_error
@@ -141,6 +142,12 @@ class BodyTooSlowError(ClientError):
     """The body did not arrive in time."""
 
     answer = Answer(408, "timeout_error", "body_too_slow")
+
+
+class EncodedBodyError(ClientError):
+    """The body is compressed, and bidgate must read it."""
+
+    answer = Answer(415, "invalid_request_error", "encoded_body")
 
 
 class UnauthorizedError(ClientError):

@@ -20,7 +20,7 @@ from service.intake import BodyFacts, Rules, read_body
 from service.owners import Owner, Owners
 from service.placement import Placement
 from service.surface import Api
-from service.uploads import BodyBounds, read_whole
+from service.uploads import BodyBounds, check_plain, read_whole
 
 MODEL_LABEL_CHARS_MAX: Final = 128
 SPLIT_PATHS: Final = ("/v1/chat/completions", "/v1/completions")
@@ -86,6 +86,7 @@ class QueuedRoute:
     async def relay(self, exchange: Exchange) -> None:
         """Read, wait for a worker, relay."""
         stopwatch, record = self._queue.stopwatch, exchange.record
+        check_plain(exchange.headers)
         body = await read_whole(exchange.headers, exchange.receive_held, self.config.bounds)
         exchange.arrived(asyncio.get_running_loop().time())
         began_s = stopwatch()

@@ -23,6 +23,7 @@ from service.errors import (
     BodyTooLargeError,
     BodyTooSlowError,
     ClientGoneError,
+    EncodedBodyError,
 )
 from service.headers import RawHeaders, first
 from service.interrupt import Interrupt
@@ -58,6 +59,17 @@ class BodyBounds:
     def too_large(self) -> BodyTooLargeError:
         """The error of a longer body."""
         return BodyTooLargeError(f"the request body is longer than {self.bytes_max} bytes")
+
+
+def check_plain(headers: RawHeaders) -> None:
+    """Refuse a compressed body: engines take none either.
+
+    Raises:
+        EncodedBodyError: it is one.
+    """
+    coding = first(headers, b"content-encoding") or b""
+    if coding.strip().lower() not in (b"", b"identity"):
+        raise EncodedBodyError("the body has a content-encoding; send it as it is")
 
 
 async def read_whole(headers: RawHeaders, receive: Receive, bounds: BodyBounds) -> bytes:
