@@ -43,13 +43,15 @@ bench: setup ## benchmarks into out/bench
 	@$(BIN)/bidgate-load bench all --out out/bench
 
 # Each load is a measurement of its own, on fresh engines; only a machine with nothing else to do tells the truth.
-LOADS ?= 1.3 1.5
-VLLM_ENGINES := tests.vllm.workers --count 2 --batch-limit 8 --kv-blocks 100
-bench-vllm: setup ## bidgate, vllm-router and plain round robin before two real vLLM engines (about 20 minutes)
+# SHARED=1 lets engines and routers share all processors, which makes the engines slower for routers than for none.
+LOADS ?= 1.1 1.3
+VLLM_ENGINES := tests.vllm.workers --count 2 --batch-limit 8 --kv-blocks 100 $(if $(SHARED),,--apart)
+bench-vllm: setup ## bidgate, vllm-router and plain round robin before two real vLLM engines (about 25 minutes)
 	@scripts/vllm-env "$(PYTHON)" && scripts/vllm-router-env "$(PYTHON)"
 	@set -e; for load in $(LOADS); do \
 	  $(BIN)/python -m $(VLLM_ENGINES) -- $(BIN)/bidgate-load bench vllm --max-num-seqs 8 --vocabulary-tokens 2048 \
-	    --load $$load --duration-s 20 --out out/bench/vllm-$$load --docs docs/results/vllm-side-by-side.md --workers; done
+	    --load $$load --duration-s $(if $(SHARED),20,30) --out out/bench/vllm-$$load \
+	    --docs docs/results/vllm-side-by-side.md --part "load $$load$(if $(SHARED), on shared processors)" --workers; done
 
 experiments: setup ## the paper's experiments and more, reduced; docs/results anew (DATA=folder of recorded traces)
 	@$(BIN)/bidgate-load experiments --out out/experiments --docs docs/results $(if $(DATA),--data $(DATA))

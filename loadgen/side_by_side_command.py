@@ -75,7 +75,11 @@ class SideBySideOptions:
 
 
 def vllm(
-    *, out: Path = DEFAULT_OUT, docs: Path | None = None, options: SideBySideOptions | None = None
+    *,
+    out: Path = DEFAULT_OUT,
+    docs: Path | None = None,
+    part: str = "",
+    options: SideBySideOptions | None = None,
 ) -> int:
     """Compare routers on real vLLM engines: same requests, same times, runs interleaved.
 
@@ -84,7 +88,9 @@ def vllm(
     out
         Directory for summary.json, outcomes.jsonl, table.md and the routers' logs.
     docs
-        Page whose part "load L" is replaced by the table.
+        Page of which one part is replaced by the table.
+    part
+        Which one; "load L" when left out.
     """
     options = options or SideBySideOptions()
     spec = options.spec(out / "logs")
@@ -104,6 +110,6 @@ def vllm(
     table = markdown(summary)
     (out / TABLE_FILE).write_text(table, encoding="utf-8")
     if docs is not None:
-        fill(docs, f"load {spec.load:g}", table)
+        fill(docs, part or f"load {spec.load:g}", table)
     console.print(table, markup=False, soft_wrap=True)
     return 0 if all(one.sent == len(one.records) for one in runs) else 1

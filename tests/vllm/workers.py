@@ -2,7 +2,8 @@
 
 For tests, benchmarks and by hand: `python -m tests.vllm.workers --count 2` prints one URL a line
 and serves until interrupted; with `-- COMMAND...` it runs the command with the URLs at its end
-instead. `scripts/vllm-env` must have run. The model comes from tiny_model.py.
+instead, with `--apart` on other processors than the engines. `scripts/vllm-env` must have run.
+The model comes from tiny_model.py.
 """
 
 from __future__ import annotations
@@ -300,6 +301,25 @@ def running(workers: Sequence[Worker]) -> Iterator[None]:
             worker.wait_dead()
 
 
+def halves(processors: set[int]) -> tuple[set[int], set[int]]:
+    """Processors for engines and for everything else.
+
+    Engines on processors of their own stand for engines on GPUs: what a router computes does not
+    slow them down.
+    """
+    if len(processors) < 2:
+        raise WorkerError("engines cannot stand apart: there is only one processor")
+    in_order = sorted(processors)
+    half = len(in_order) // 2
+    return set(in_order[:half]), set(in_order[half:])
+
+
+def stay_on(processors: set[int] | None) -> None:
+    """Run this process, and those that it starts from now on, on these; None changes nothing."""
+    if processors is not None:
+        os.sched_setaffinity(0, processors)
+
+
 def main() -> None:
     """Serve until interrupted, or only check that the machine can: for benchmarks and by hand."""
     parser = argparse.ArgumentParser(prog="tests.vllm.workers", description=__doc__)
@@ -310,6 +330,11 @@ def main() -> None:
     parser.add_argument("--shutdown-timeout-s", type=int, default=defaults.shutdown_timeout_s)
     parser.add_argument(
         "--check", action="store_true", help="only say whether workers can run here"
+    )
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="engines on one half of the processors, COMMAND on the other",
     )
     parser.add_argument("command", nargs="*", help="run this with the URLs at its end, then stop")
     args = parser.parse_args()
@@ -325,7 +350,10 @@ def main() -> None:
             sys.exit(f"REAL vLLM WORKERS CANNOT RUN HERE: {error}")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    engines, others = halves(os.sched_getaffinity(0)) if args.apart else (None, None)
+    stay_on(engines)
     with contextlib.suppress(KeyboardInterrupt), running_workers(args.count, options) as workers:
+        stay_on(others)
         urls = [worker.url for worker in workers]
         if args.command:
             sys.exit(subprocess.run([*args.command, *urls], check=False).returncode)
