@@ -252,7 +252,7 @@ def _chart(trials: Sequence[Trial], results: Results) -> Chart:
             Panel(
                 kind="bars",
                 title=f"{trials[0].measures[place][1]}, with over without",
-                x_label="",
+                x_label="part",
                 y_label="ratio (log); below 1 is better",
                 series=series,
                 log_y=True,

@@ -43,8 +43,8 @@ class Comparison:
         return Panel(
             kind="bars",
             title=self.title,
-            x_label="",
-            y_label=f"over {self.lines[0].label} (log)",
+            x_label="measure",
+            y_label=f"ratio to {self.lines[0].label} (log)",
             series=tuple(self._bars(item, results) for item in self.lines[1:]),
             log_y=True,
             reference=1.0,

@@ -175,7 +175,7 @@ def _chart(found: Sequence[Knowledge], results: Results) -> Chart:
         for item in found
     ]
     shown = (
-        (PREEMPTIONS.key, "preemptions", "count", 1.0),
+        (PREEMPTIONS.key, "preemptions", "", 1.0),
         (MEAN, "mean TTFT", "s", 1.0),
         (KV_UTILISATION.key, "KV memory in use", "%", 100.0),
     )
@@ -186,8 +186,8 @@ def _chart(found: Sequence[Knowledge], results: Results) -> Chart:
             Panel(
                 kind="lines",
                 title=title,
-                x_label="column",
-                y_label=unit,
+                x_label="mean, or quantile, of the length",
+                y_label=f"{title}, {unit}" if unit else title,
                 series=tuple(series(curve, key, results, factor) for curve in curves),
             )
             for key, title, unit, factor in shown

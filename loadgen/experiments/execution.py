@@ -210,7 +210,9 @@ def _publish(
         write_document(document, out / f"{document.name}.json")
     earlier = {} if options.docs is None else read_costs(options.docs)
     known = {**read_costs(out), **earlier, **costs}
-    written = [write_costs(known, out), *write_pages(documents, out, options.jobs, known)]
+    written = write_pages(documents, out, options.jobs, known)
+    if known:
+        written.append(write_costs(known, out))
     write_html(documents, out)
     if options.docs is not None:
         options.docs.mkdir(parents=True, exist_ok=True)

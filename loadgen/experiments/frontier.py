@@ -103,10 +103,8 @@ def _yardstick(
         book.true_jsq(),
         book.first_come(),
         book.forward(),
+        Rule(label=NO_PRICES, control=replace(base, prices=PriceConfig(zero=True))),
     ]
-    zero = replace(base, prices=PriceConfig(zero=True))
-    if scale.full:
-        singles.append(Rule(label=NO_PRICES, control=zero))
     aged = [
         Rule(label=f"forward, age factor {factor:g}", control=replace(base, age_factor=factor))
         for factor in (FACTORS_FULL if scale.full else FACTORS)
@@ -204,7 +202,7 @@ def _panel(item: Yardstick, results: Results) -> Panel:
         kind="points",
         title=item.title,
         x_label=f"mean TTFT over {BASE} (log)",
-        y_label="p99 TTFT over it",
+        y_label=f"p99 TTFT over {BASE}",
         log_x=True,
         series=tuple(_points(label, lines, base, results) for label, lines in groups),
     )

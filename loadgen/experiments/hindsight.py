@@ -272,7 +272,7 @@ def _chart(judged: Sequence[Judged], results: Results) -> Chart:
                 kind="lines",
                 title=title,
                 x_label="load",
-                y_label="%",
+                y_label=f"{title}, %",
                 series=tuple(
                     Series(label, x, tuple(round(100 * pair[place], 2) for pair in pairs))
                     for label, pairs in shares.items()

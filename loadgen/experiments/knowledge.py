@@ -69,14 +69,9 @@ class Sweep:
 def staleness_plan(scale: Scale) -> Plan:
     """Reports come at intervals of their age; then the router is told a wrong pace."""
     book = RuleBook(ControlConfig(horizon_iterations=LMSYS_HORIZON, queue_max=100_000))
-    rules = [
-        book.heuristics()[2],
-        book.shortest_first(),
-        book.published(),
-        book.forward(),
-    ]
+    rules = [*book.heuristics()[2:3], *book.strong()]
     if scale.full:
-        rules += [book.heuristics()[0], book.first_come(), book.zero_prices()]
+        rules.append(book.heuristics()[0])
     case = Case(
         load=Load(load=1.0, requests=scale.fewer),
         workers=with_pace_error(a100_fleet(4, BATCH_LIMIT, KV_TOKENS), 1.0),
@@ -204,8 +199,8 @@ def _chart(
         tuple(
             Panel(
                 kind="lines",
-                title=sweep.axis,
-                x_label="",
+                title=label,
+                x_label=sweep.axis,
                 y_label=f"{label}, s",
                 series=tuple(series(curve, key, results) for curve in sweep.curves),
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loadgen.experiments.cases import Case
-from loadgen.experiments.columns import PERIOD_TABLE
+from loadgen.experiments.columns import PERIOD_TABLE, UTILISATION
 from loadgen.experiments.document import Chart, Claim, Panel, Series
 from loadgen.experiments.fleets import PER_PERIOD, PERIOD_S, period_control, unit_fleet
 from loadgen.experiments.judge import Comparison, Target, compare, number, verdict
@@ -140,7 +140,8 @@ class PaperPanel:
 
 def panel_table(panel: PaperPanel, lines: Sequence[Line], results: Results) -> Table:
     """Tabulate a panel against round robin."""
-    return tabulate(lines, TableSpec(panel.title, PERIOD_TABLE, ROUND_ROBIN), results)
+    columns = (*PERIOD_TABLE, UTILISATION)
+    return tabulate(lines, TableSpec(panel.title, columns, ROUND_ROBIN), results)
 
 
 def figure_chart(
@@ -155,8 +156,8 @@ def figure_chart(
                 kind="bars",
                 title=f"({panel.part}) λ = {panel.rate:g}, weights {panel.weight_text}, "
                 f"{panel.prediction.value}",
-                x_label="",
-                y_label="over round robin (log)",
+                x_label="measure",
+                y_label="ratio to round robin (log)",
                 series=tuple(
                     _bars(item, lines, results) for item in lines[1:] if item.label != HINDSIGHT
                 ),

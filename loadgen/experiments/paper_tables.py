@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from loadgen.experiments import panels
 from loadgen.experiments.cases import Case
-from loadgen.experiments.columns import PERIOD_TABLE
+from loadgen.experiments.columns import PERIOD_TABLE, UTILISATION
 from loadgen.experiments.document import Cell, Claim, Column, Document, Row, Table, Verdict
 from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.fleets import PERIOD_S, period_control, unit_fleet
@@ -195,7 +195,9 @@ def _document(scale: Scale, lines: Sequence[Line], results: Results) -> Document
         seeds=scale.seeds,
         tables=(
             improvements(lines, TARGETS, results),
-            tabulate(lines, TableSpec("The values", PERIOD_TABLE, ROUND_ROBIN), results),
+            tabulate(
+                lines, TableSpec("The values", (*PERIOD_TABLE, UTILISATION), ROUND_ROBIN), results
+            ),
         ),
     )
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
     from loadgen.experiments.document import Chart, Panel, Series
 
@@ -35,6 +37,15 @@ PANEL_INCHES = (6.4, 4.0)
 LEGEND_INCHES = 0.55
 GRID = "#e4e4e4"
 LOG_LABELS = (1.0, 2.0, 5.0)
+NARROW_LOG = 4.0
+"""A log axis that spans less than this factor is labelled as evenly as a plain one."""
+NARROW_LABELS = 6
+NAME_CHARACTERS = 13
+"""Width of a group's name under bars; longer ones are broken."""
+LEGEND_CHARACTERS = 95
+"""Of labels and handles that fit beside each other below one panel."""
+HANDLE_CHARACTERS = 8
+LEGEND_COLUMNS_MAX = 5
 
 
 def draw_chart(chart: Chart, folder: Path) -> Path:
@@ -63,13 +74,19 @@ def draw_chart(chart: Chart, folder: Path) -> Path:
             list(handles.values()),
             list(handles),
             loc="outside lower center",
-            ncols=min(len(handles), 5),
+            ncols=_legend_columns(list(handles), across),
             fontsize=8,
             frameon=False,
         )
     path = folder / f"{chart.name}.png"
     figure.savefig(path, dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
     return path
+
+
+def _legend_columns(labels: list[str], panels_across: int) -> int:
+    """As many as fit the width of the picture."""
+    widest = max(len(label) for label in labels) + HANDLE_CHARACTERS
+    return max(1, min(len(labels), LEGEND_COLUMNS_MAX, LEGEND_CHARACTERS * panels_across // widest))
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
@@ -87,12 +104,22 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.tick_params(labelsize=8)
     for axis, log in ((axes.xaxis, panel.log_x), (axes.yaxis, panel.log_y)):
         if log:
-            axis.set_major_locator(LogLocator(subs=LOG_LABELS))
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("")
+            _label_log(axis)
     axes.grid(visible=True, axis="both" if panel.kind != "bars" else "y", color=GRID, lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _label_log(axis: Axis) -> None:
+    """Label 1, 2, 5 of every decade, or evenly where fewer than two of these are in sight."""
+    low, high = axis.get_view_interval()
+    if high / low < NARROW_LOG:
+        between = MaxNLocator(NARROW_LABELS, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        axis.set_major_locator(FixedLocator([tick for tick in between if low <= tick <= high]))
+    else:
+        axis.set_major_locator(LogLocator(subs=LOG_LABELS))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
 
 
 def _draw_bars(axes: Axes, panel: Panel) -> None:
@@ -111,7 +138,8 @@ def _draw_bars(axes: Axes, panel: Panel) -> None:
             color=_colour(item, position),
             label=item.label,
         )
-    axes.set_xticks(np.arange(len(names)), [str(name) for name in names])
+    broken = [textwrap.fill(str(name), NAME_CHARACTERS) for name in names]
+    axes.set_xticks(np.arange(len(names)), broken)
 
 
 def _draw_lines(axes: Axes, panel: Panel) -> None:

@@ -16,7 +16,18 @@ from loadgen.experiments.document import Chart, Claim, Document, Panel, Verdict
 from loadgen.experiments.experiment import Experiment, Plan, Scale, evidence
 from loadgen.experiments.fleets import PER_PERIOD, period_control
 from loadgen.experiments.judge import number
-from loadgen.experiments.lines import Curve, Results, TableSpec, cases_of, line, series, tabulate
+from loadgen.experiments.lines import (
+    Curve,
+    Line,
+    Results,
+    TableSpec,
+    all_cases,
+    cases_of,
+    line,
+    lines_under,
+    series,
+    tabulate,
+)
 from loadgen.experiments.rules import (
     LARGE_ALPHA,
     LARGE_ALPHA_STEP,
@@ -26,7 +37,7 @@ from loadgen.experiments.rules import (
     Rule,
     RuleBook,
 )
-from loadgen.experiments.tradeoff import RATE, base_case
+from loadgen.experiments.tradeoff import RATE, base_case, beside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +68,9 @@ def plan(scale: Scale) -> Plan:
             for step, rule in steps.items()
         )
         curves.append(Curve(f"weights ({text})", tuple(steps), lines))
-    return Plan(cases_of(curves), partial(_report, scale, tuple(curves)))
+    others = lines_under(case, beside(book), scale.fewer_seeds)
+    cases = (*cases_of(curves), *all_cases(others))
+    return Plan(cases, partial(_report, scale, tuple(curves), others))
 
 
 def _with_step(rule: Rule, step_size: float) -> Rule:
@@ -65,9 +78,11 @@ def _with_step(rule: Rule, step_size: float) -> Rule:
     return replace(rule, control=replace(rule.control, prices=prices))
 
 
-def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document:
+def _report(
+    scale: Scale, curves: Sequence[Curve], others: Sequence[Line], results: Results
+) -> Document:
     claims = tuple(price_claim(curve, results) for curve in curves)
-    lines = [item for curve in curves for item in curve.lines]
+    lines = [*others, *(item for curve in curves for item in curve.lines)]
     return Document(
         title="The step size of the paper's prices",
         asked="Do learned prices help the paper's policy at all, and how does that hang on the "
@@ -90,9 +105,9 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
                 tuple(
                     Panel(
                         kind="lines",
-                        title=f"{title}, periods",
-                        x_label="step size",
-                        y_label="periods",
+                        title=title,
+                        x_label="step size, normalised reward per normalised resource",
+                        y_label=f"{title}, periods",
                         series=tuple(series(c, key, results, PER_PERIOD) for c in curves),
                     )
                     for key, title in (("ttft_mean_s", "mean TTFT"), ("ttft_p99_s", "p99 TTFT"))

@@ -93,7 +93,7 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
                         kind="lines",
                         title=title,
                         x_label="workers",
-                        y_label="periods (log)",
+                        y_label=f"{title}, periods (log)",
                         log_y=True,
                         series=tuple(series(c, key, results, PER_PERIOD) for c in curves),
                     )

@@ -12,9 +12,20 @@ from loadgen.experiments.columns import PERIOD_TABLE
 from loadgen.experiments.document import Chart, Claim, Document, Panel, Verdict
 from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.fleets import period_control
-from loadgen.experiments.lines import Curve, Results, TableSpec, cases_of, line, series, tabulate
+from loadgen.experiments.lines import (
+    Curve,
+    Line,
+    Results,
+    TableSpec,
+    all_cases,
+    cases_of,
+    line,
+    lines_under,
+    series,
+    tabulate,
+)
 from loadgen.experiments.rules import FORWARD, PUBLISHED, RuleBook
-from loadgen.experiments.tradeoff import RATE, base_case
+from loadgen.experiments.tradeoff import RATE, base_case, beside
 from service.control.config import Weights
 
 if TYPE_CHECKING:
@@ -42,19 +53,23 @@ def plan(scale: Scale) -> Plan:
             for zeta in zetas
         )
         curves.append(Curve(name, zetas, lines))
-    return Plan(cases_of(curves), partial(_report, scale, tuple(curves)))
+    others = lines_under(case, beside(book), scale.seeds)
+    cases = (*cases_of(curves), *all_cases(others))
+    return Plan(cases, partial(_report, scale, tuple(curves), others))
 
 
 def _with_zeta(base: Weights, zeta: float) -> Weights:
     return replace(base, tail_ttft=zeta)
 
 
-def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document:
+def _report(
+    scale: Scale, curves: Sequence[Curve], others: Sequence[Line], results: Results
+) -> Document:
     claims = [figure_13_claim(curve, results) for curve in curves]
     claims[1] = replace(
         claims[1], source="ours, as figure 13", statement="The same with our variant."
     )
-    lines = [item for curve in curves for item in curve.lines]
+    lines = [*others, *(item for curve in curves for item in curve.lines)]
     return Document(
         title="From tail weight to satisfied quantile: figure 13",
         asked="Does a larger ζ2 let more requests have their first token within t2' = 49 periods?",
@@ -85,8 +100,8 @@ def _chart(curves: Sequence[Curve], results: Results) -> Chart:
     panel = Panel(
         kind="lines",
         title="λ = 0.5, exact prediction",
-        x_label="ζ2",
-        y_label="share within t2'",
+        x_label="tail weight ζ2",
+        y_label="share of requests within t2'",
         series=drawn,
     )
     return Chart("figure-13", "Share of requests with TTFT within 49 periods", (panel,))

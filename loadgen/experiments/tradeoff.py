@@ -29,10 +29,19 @@ from loadgen.experiments.lines import (
     tabulate,
 )
 from loadgen.experiments.loads import Load
-from loadgen.experiments.rules import FORWARD, PUBLISHED, ROUND_ROBIN, SHORTEST_FIRST, RuleBook
+from loadgen.experiments.rules import (
+    FORWARD,
+    HINDSIGHT,
+    PUBLISHED,
+    ROUND_ROBIN,
+    SHORTEST_FIRST,
+    RuleBook,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from loadgen.experiments.rules import Rule
 
 RATE = 0.5
 TAIL_SHARES = (0.0, 0.1, 0.3, 1.0, 3.0)
@@ -62,10 +71,15 @@ def plan(scale: Scale) -> Plan:
         Front("online_lp forward: age bound", _age_lines(case, scale, FORWARD)),
         Front("central_shortest_first: age bound", _age_lines(case, scale, SHORTEST_FIRST)),
     )
-    rules = [*book.heuristics(), book.first_come()]
-    points = lines_under(case, rules, scale.seeds)
+    points = lines_under(case, [*book.heuristics(), *beside(book)], scale.seeds)
     lines = [*extremes, *points, *(item for front in fronts for item in front.lines)]
     return Plan(all_cases(lines), partial(_report, scale, extremes, points, fronts))
+
+
+def beside(book: RuleBook) -> list[Rule]:
+    """The strong baselines at this load: first come, shortest first, zero prices, the bound."""
+    zero = book.zero_prices(panels.weights(panels.AVERAGE_ONLY))
+    return [book.first_come(), book.shortest_first(), zero, book.hindsight()]
 
 
 def base_case(scale: Scale) -> Case:
@@ -205,11 +219,15 @@ def _front_chart(points: Sequence[Line], fronts: Sequence[Front], results: Resul
         drawn.append(
             Panel(
                 kind="points",
-                title=f"{title}, periods",
-                x_label="mean",
-                y_label="p99",
+                title=title,
+                x_label="mean, periods",
+                y_label="p99, periods",
                 series=(
-                    *(_xy(item.label, (item,), measure, results) for item in points),
+                    *(
+                        _xy(item.label, (item,), measure, results)
+                        for item in points
+                        if item.label != HINDSIGHT
+                    ),
                     *(_xy(front.label, front.lines, measure, results) for front in fronts),
                 ),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import os
 from pathlib import Path
 from statistics import fmean
@@ -11,9 +12,9 @@ import pytest
 
 from service.mock.profiles import PROFILES, DecodeProfile
 
-MEASURED = Path(
-    os.environ.get("BIDGATE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")
-) / ("a100_lambda_llama3_8b_steps.csv")
+DATA = Path(os.environ.get("BIDGATE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
+MEASURED = DATA / "a100_lambda_llama3_8b_steps.csv"
+BY_LAYER = DATA / "a100_iter_llama2_7b.csv.gz"
 
 
 @pytest.mark.skipif(not MEASURED.exists(), reason=f"no measured step times at {MEASURED}")
@@ -30,6 +31,26 @@ def test_llama_3_8b_steps_are_within_three_percent_of_the_measured_ones_on_avera
     assert abs(fmean(errors)) < 0.01
     assert fmean(abs(error) for error in errors) < 0.03
     assert max(abs(error) for error in errors) < 0.08
+
+
+@pytest.mark.skipif(not BY_LAYER.exists(), reason=f"no step times at {BY_LAYER}")
+def test_llama_2_7b_steps_lie_between_those_of_the_gpu_alone_and_with_the_cpus_part() -> None:
+    """Bias +4.5 % and -9.4 % over 127 points made from layers measured on an A100-80GB."""
+    with gzip.open(BY_LAYER, "rt", newline="") as file:
+        points = list(csv.DictReader(file))
+    profile = PROFILES["llama-2-7b-a100"]
+    told_ms = [
+        1e3 * profile.iteration_s(int(row["batch"]), int(row["kv_total"]), 0) for row in points
+    ]
+    assert len(points) >= 120
+    bias = {
+        column: fmean(
+            told / float(row[column]) - 1 for told, row in zip(told_ms, points, strict=True)
+        )
+        for column in ("gpu_ms", "gpu_cpu_ms")
+    }
+    assert 0 < bias["gpu_ms"] < 0.05
+    assert -0.10 < bias["gpu_cpu_ms"] < 0
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES.keys())

@@ -34,7 +34,14 @@ from loadgen.experiments.pictures import draw_chart
 from loadgen.experiments.recorded import RECORDINGS
 from loadgen.experiments.registry import all_experiments, choose
 from loadgen.experiments.render import read_documents, write_html, write_pages
-from loadgen.experiments.rules import FORWARD, HINDSIGHT, OFFLINE, PUBLISHED
+from loadgen.experiments.rules import (
+    FIRST_COME,
+    FORWARD,
+    HINDSIGHT,
+    OFFLINE,
+    PUBLISHED,
+    SHORTEST_FIRST,
+)
 from tests.loadgen.experiments.invented import invented_results
 
 if TYPE_CHECKING:
@@ -314,6 +321,24 @@ def test_a_line_without_the_measure_says_so() -> None:
     item = Line("nobody", plan.cases[:1])
     with pytest.raises(KeyError, match="nobody has no colour"):
         item.mean("colour", invented_results(plan.cases, {}))
+
+
+ONE_PART_VARIED = ("prices", "harm", "columns", "scaling", "overhead")
+"""Not a contest of policies: one part of one policy, a comparison with pushing, or times alone."""
+
+
+@pytest.mark.parametrize("name", [name for name in SIMULATED if name not in ONE_PART_VARIED])
+def test_the_strong_baselines_stand_beside_the_policies(tmp_path: Path, name: str) -> None:
+    trace = tmp_path / "azure2023_code.csv.gz"
+    trace.write_bytes(gzip.compress(b"arrival_s,prompt_tokens,output_tokens\n0,40,8\n1,40,8\n"))
+    tables = report(name, {}, replace(SCALE, data=tmp_path)).tables
+    labels = {row.label for table in tables for row in table.rows}
+    for wanted in (FIRST_COME, SHORTEST_FIRST, "zero prices"):
+        assert any(wanted in label for label in labels), wanted
+    if name in ("yardsticks", "hindsight", "real-data", "trade-off", "tail-weight", "price-step"):
+        assert HINDSIGHT in labels
+    if name == "tiers":
+        assert sum("reserve" in label for label in labels) >= 4
 
 
 def test_a_line_that_is_not_there_is_named() -> None:
