@@ -93,7 +93,7 @@ class FleetWorker:
         use.preemptions += len(iteration.preempted)
         page.token_latency_s += duration_s * iteration.tokens
         page.tokens += iteration.tokens
-        self._show()
+        self._show(iteration.waiting)
         return iteration
 
     def fail(self) -> dict[str, int]:
@@ -166,7 +166,7 @@ class FleetWorker:
         self._use.prefix_queries += stats.prefix_queries_total
         self._use.prefix_hits += stats.prefix_hits_total
 
-    def _show(self) -> None:
+    def _show(self, waiting: int) -> None:
         page, model = self._page, self.model
-        page.running, page.waiting = model.batch, model.queued
+        page.running, page.waiting = model.batch, waiting
         page.kv_tokens_used = model.kv_tokens_used

@@ -47,6 +47,7 @@ class Step:
     prefilled: dict[str, Sequences] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)
     prefill_tokens: int = 0
+    waiting: int = 0
 
 
 @dataclass(slots=True)

@@ -205,6 +205,7 @@ class DecodeWorker:
             self._compute_prompt(sequences, step)
         if not step.preempted:
             self._admit(step)
+        step.waiting = self._queued
         return self._profile.iteration_s(self._batch, self.kv.tokens, step.prefill_tokens)
 
     def end_iteration(self) -> Iteration:
@@ -232,6 +233,7 @@ class DecodeWorker:
             first_tokens=tuple(step.first_tokens),
             finished=tuple(sequences.request_id for sequences in finished),
             tokens=tokens,
+            waiting=min(step.waiting, self._queued),
             cached_tokens=step.cached_tokens,
         )
 

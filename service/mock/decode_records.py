@@ -19,6 +19,8 @@ class Iteration:
         first_tokens: produced their first output token.
         finished: produced their last output token and left.
         tokens: output tokens produced, over all sequences.
+        waiting: sequences that it left in the worker's own queue, which is what an engine's gauge
+            tells; those that came meanwhile are not counted.
         cached_tokens: by request id that entered, prompt tokens found in the prefix cache, if any.
     """
 
@@ -27,6 +29,7 @@ class Iteration:
     first_tokens: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
     tokens: int = 0
+    waiting: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from service.mock.decode_model import DecodeWorker
@@ -260,7 +260,8 @@ class MockEngine:
                 self.kv_store.keep(decode.keep_as, decode.prompt_tokens, decode.prompt_key)
             series.finished[decode.finish_reason] += 1
             series.request_s.observe(now_s - generation.arrived_s)
-        series.observe_iteration(self._model.stats(), iteration.tokens, gaps_s)
+        stats = replace(self._model.stats(), waiting=iteration.waiting)
+        series.observe_iteration(stats, iteration.tokens, gaps_s)
 
     def _pin(self, tokens: int) -> None:
         """Keep the memory of a request that has just ended."""

@@ -133,13 +133,28 @@ def test_parallel_sequences_take_slots_and_blocks_each() -> None:
     worker.submit("three", 16, 2, sequences=3)
     worker.submit("two", 1, 1, sequences=2)
     _, first = iterate(worker)
-    assert first == Iteration(started=("three",), first_tokens=("three",), tokens=3)
+    assert first == Iteration(started=("three",), first_tokens=("three",), tokens=3, waiting=2)
     assert (worker.stats().running, worker.stats().waiting) == (3, 2)
     assert worker.stats().kv_blocks_used == 3
     # The second token of each opens a block.
     worker.begin_iteration()
     assert worker.stats().kv_blocks_used == 6
-    assert worker.end_iteration() == Iteration(finished=("three",), tokens=3)
+    assert worker.end_iteration() == Iteration(finished=("three",), tokens=3, waiting=2)
+
+
+def test_who_comes_during_an_iteration_is_not_told_as_waiting() -> None:
+    """As on vLLM: two prompts sent while the first was computed read "running 1, waiting 0"."""
+    worker = DecodeWorker(UNIT, 1, kv_capacity_tokens=1024)
+    worker.submit("first", 8, 3)
+    worker.begin_iteration()
+    worker.submit("meanwhile", 8, 3)
+    assert worker.end_iteration().waiting == 0
+    assert worker.queued == 1
+    _, second = iterate(worker)
+    assert second.waiting == 1
+    worker.begin_iteration()
+    worker.abort("meanwhile")
+    assert worker.end_iteration().waiting == 0
 
 
 def test_a_request_that_can_never_run_is_refused_at_once() -> None:
