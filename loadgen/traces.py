@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from loadgen.conversations import read_lmsys_jsonl, read_lmsys_parquet, read_sharegpt
 from loadgen.lmsys_like import lengths_stream
+from loadgen.rebuilt_heads import COLUMNS as MOONCAKE_COLUMNS
+from loadgen.rebuilt_heads import read_mooncake_csv
 from loadgen.trace_csv import (
     ARRIVAL_COLUMNS,
     AZURE_COLUMNS,
@@ -35,11 +37,12 @@ FILE_FORMATS = (
     "burstgpt",
     "jsonl",
     "mooncake",
+    "mooncake_csv",
     "timed_trace",
     "lmsys",
     "sharegpt",
 )
-TIMED_FORMATS = frozenset({"azure", "burstgpt", "mooncake", "timed_trace"})
+TIMED_FORMATS = frozenset({"azure", "burstgpt", "mooncake", "mooncake_csv", "timed_trace"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ def _csv_format(path: Path) -> str:
         return "azure"
     if header.issuperset(BURSTGPT_COLUMNS):
         return "burstgpt"
+    if header.issuperset(MOONCAKE_COLUMNS):
+        return "mooncake_csv"
     return "csv"
 
 
@@ -144,6 +149,8 @@ def _reader(form: str, path: Path) -> Iterator[TraceRequest]:
             return read_csv(path, form)
         case "mooncake" | "timed_trace":
             return read_timed_jsonl(path)
+        case "mooncake_csv":
+            return read_mooncake_csv(path)
         case "jsonl":
             return read_plain_jsonl(path)
         case "sharegpt":

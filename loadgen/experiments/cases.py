@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from loadgen import simulator
+from loadgen.cache_aware import CacheAware
 from loadgen.experiments.hindsight_lp import hindsight_bounds, relax
 from loadgen.experiments.loads import (
     Load,
@@ -128,6 +129,8 @@ def make_controller(
     match rule.kind:
         case Kind.TRUE_JSQ:
             return TrueJsq({str(i): request.decode_tokens for i, request in enumerate(requests)})
+        case Kind.CACHE_AWARE:
+            return CacheAware(rule.cache)
         case Kind.RESERVE:
             return PriorityReserve(Router(config.control), rule.reserve_slots)
         case _:

@@ -15,6 +15,7 @@ import numpy as np
 
 from loadgen.arrivals import RECORDED, parse_arrivals
 from loadgen.lmsys_like import lengths_stream
+from loadgen.shared_prefixes import conversations, hot_system_prompt, nothing_shared
 from loadgen.simulation_config import full_batch_iteration_s
 from loadgen.trace_errors import TraceError
 from loadgen.trace_record import TraceRequest
@@ -34,6 +35,9 @@ LONG_TOKENS = (200, 1000)
 """Answer of a request of the batch tier: uniform between these."""
 LONG_PROMPT_TOKENS = 256
 SHORT_ANSWERS = "short-answers"
+CONVERSATIONS = "conversations"
+HOT_SYSTEM_PROMPT = "hot-system-prompt"
+NOTHING_SHARED = "nothing-shared"
 SHORTENED = 10
 """Answers of this trace are LMSYS-like ones over this: instances small enough to be solved."""
 SLICES = 8
@@ -68,8 +72,8 @@ class Load:
     """What is sent.
 
     Attributes:
-        trace: of loadgen.traces, "ratio:P:D" (synthetic prompt to answer ratio), "long-answers" or
-            "short-answers".
+        trace: of loadgen.traces, "ratio:P:D" (synthetic prompt to answer ratio), "long-answers",
+            "short-answers", or one of loadgen.shared_prefixes.
         arrivals: of loadgen.arrivals.
         rate_per_s: mean arrival rate; or
         load: offered decode work over batch capacity, met exactly by stretching time.
@@ -148,10 +152,15 @@ def open_load_trace(name: str) -> Trace:
     if name.startswith(RATIO_PREFIX):
         prompt, decode = (int(part) for part in name.removeprefix(RATIO_PREFIX).split(":"))
         return Trace(name, False, True, lambda seed: _ratio_lengths(prompt, decode, seed))
-    if name == LONG_ANSWERS:
-        return Trace(name, False, True, _long_answers)
-    if name == SHORT_ANSWERS:
-        return Trace(name, False, True, _short_answers)
+    made_up = {
+        LONG_ANSWERS: _long_answers,
+        SHORT_ANSWERS: _short_answers,
+        CONVERSATIONS: conversations,
+        HOT_SYSTEM_PROMPT: hot_system_prompt,
+        NOTHING_SHARED: nothing_shared,
+    }
+    if name in made_up:
+        return Trace(name, False, True, made_up[name])
     return open_trace(name)
 
 

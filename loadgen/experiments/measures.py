@@ -9,6 +9,7 @@ arrival, so that the time in which a run empties does not dilute it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -51,9 +52,14 @@ def measure(result: SimulationResult, *, windows: bool = False) -> Measured:
         values["hit_rate"] = sum(worker.prefix_hits for worker in workers) / queries
         shares = [worker.batch_use for worker in workers]
         values["load_spread"] = max(shares) / max(min(shares), 1e-9)
+        sent = Counter(request.worker for request in result.requests if request.worker)
+        values["busiest_share"] = max(sent.values()) / max(sent.total(), 1)
     values["iteration_s"] = result.iteration_s
     if result.router is not None:
         values["faults"] = float(result.router.fallback_ticks)
+        guessed = result.router.affinity
+        if guessed.prompt_tokens:
+            values["guessed_hit_rate"] = guessed.hit_tokens / guessed.prompt_tokens
     series = {"ttft_by_window_s": ttft_by_window(result.requests, until_s)} if windows else {}
     return Measured(values=values, series=series)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from loadgen.experiments import (
     ablation,
+    affinity,
     decode_columns,
     fleet_changes,
     forecasts,
@@ -51,6 +52,7 @@ def all_experiments() -> dict[str, Experiment]:
         frontier.EXPERIMENT,
         tiers.EXPERIMENT,
         harm.EXPERIMENT,
+        affinity.EXPERIMENT,
         recorded.EXPERIMENT,
         fleet_changes.UNEQUAL,
         fleet_changes.FAILURE,

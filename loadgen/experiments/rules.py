@@ -6,11 +6,19 @@ policy and ours under given weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from loadgen.cache_aware import CacheRule
 from loadgen.experiments.hindsight_lp import BUCKET_ITERATIONS
-from service.control.config import ControlConfig, PolicyName, PriceConfig, Variant, Weights
+from service.control.config import (
+    AffinityConfig,
+    ControlConfig,
+    PolicyName,
+    PriceConfig,
+    Variant,
+    Weights,
+)
 
 ROUND_ROBIN = "round_robin"
 PUBLISHED = "online_lp published"
@@ -18,6 +26,7 @@ ZERO_PRICES = "published, zero prices"
 FORWARD = "online_lp forward (shipped)"
 SHORTEST_FIRST = "central_shortest_first"
 FIRST_COME = "central_fcfs"
+AFFINITY_OFF = "online_lp, affinity off"
 HINDSIGHT = "hindsight bound (LP)"
 OFFLINE = "best offline schedule"
 
@@ -41,6 +50,7 @@ class Kind(StrEnum):
 
     ROUTER = "router"
     TRUE_JSQ = "true_jsq"
+    CACHE_AWARE = "cache_aware"
     RESERVE = "reserve"
     HINDSIGHT = "hindsight"
     REWARD_BOUND = "reward_bound"
@@ -66,6 +76,7 @@ class Rule:
         reserve_slots: batch slots of the fleet kept free for the first tier, for RESERVE.
         lengths: which predictor the router has.
         bucket_iterations: coarseness of REWARD_BOUND.
+        cache: thresholds of CACHE_AWARE.
     """
 
     label: str
@@ -74,6 +85,7 @@ class Rule:
     reserve_slots: int = 0
     lengths: Lengths = Lengths.SHIPPED
     bucket_iterations: int = BUCKET_ITERATIONS
+    cache: CacheRule = field(default_factory=CacheRule)
 
     @property
     def blind(self) -> bool:
@@ -142,6 +154,15 @@ class RuleBook:
     def forward(self, weights: Weights | None = None, label: str = FORWARD) -> Rule:
         """The shipped variant."""
         return self._priced(label, weights, self.base.prices)
+
+    def without_affinity(self) -> Rule:
+        """The shipped variant, blind for what workers hold of a prompt."""
+        off = replace(self.base, affinity=AffinityConfig(weight=0.0))
+        return RuleBook(off).forward(label=AFFINITY_OFF)
+
+    def cache_aware(self, cache: CacheRule, label: str) -> Rule:
+        """A cache-aware router of others."""
+        return Rule(label=label, control=self.base, kind=Kind.CACHE_AWARE, cache=cache)
 
     def true_jsq(self) -> Rule:
         """Join the shortest queue, with true lengths."""

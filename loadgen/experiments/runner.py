@@ -155,9 +155,9 @@ def _run_in_processes(cases: Iterable[Case], jobs: int) -> Iterator[tuple[Case, 
 
 def _cost(case: Case) -> float:
     """What to begin with: a long case begun last would keep one process busy alone."""
-    kind = {Kind.HINDSIGHT: 20.0, Kind.REWARD_BOUND: 20.0, Kind.TRUE_JSQ: 1.0}.get(
-        case.rule.kind, 3.0
-    )
+    kinds = {Kind.HINDSIGHT: 20.0, Kind.REWARD_BOUND: 20.0}
+    kinds |= {Kind.TRUE_JSQ: 1.0, Kind.CACHE_AWARE: 1.0}
+    kind = kinds.get(case.rule.kind, 3.0)
     return kind * case.load.requests * (1.0 if case.rule.blind else 3.0)
 
 

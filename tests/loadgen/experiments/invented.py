@@ -44,6 +44,8 @@ def invented(case: Case, wait_s: float) -> Measured:
         "share_refused": 0.0,
         "share_failed": 0.0,
         "preemptions": 0.0,
+        "hit_rate": 0.5 / (1.0 + wait_s),
+        "busiest_share": 0.25 + 0.1 * (wait_s > 1.0),
         "utilisation": 0.9,
         "kv_utilisation": 0.4,
         "faults": 0.0,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from loadgen.experiments import (
+    affinity,
     forecasts,
     hindsight,
     panels,
@@ -215,6 +216,44 @@ def test_prices_earn_their_place_only_where_something_is_better_and_nothing_wors
         ours = [claim for claim in document.claims if claim.source.endswith("our prices")]
         assert {claim.verdict for claim in ours} == {verdict_of_ours}
         assert f"ours mean TTFT x{ours_s:.2f}" in document.answers[0]
+
+
+@pytest.mark.parametrize(
+    ("ours_s", "hits", "expected"),
+    [
+        (0.5, 0.6, Verdict.CONFIRMED),
+        (0.5, 0.1, Verdict.NOT_REPRODUCED),
+        (1.1, 0.6, Verdict.NOT_REPRODUCED),
+    ],
+)
+def test_affinity_is_worth_it_only_where_it_finds_more_and_hurts_nothing(
+    ours_s: float, hits: float, expected: Verdict
+) -> None:
+    plan = all_experiments()["affinity"].plan(SCALE)
+    results = invented_results(plan.cases, {FORWARD: ours_s})
+    for case, measured in results.items():
+        measured.values["hit_rate"] = hits if case.rule.label == FORWARD else 0.3
+    judged = [claim for claim in plan.report(results).claims if claim.source.endswith("worth it")]
+    assert {claim.verdict for claim in judged} == {expected}
+
+
+def test_a_hot_worker_and_a_better_rival_are_told() -> None:
+    plan = all_experiments()["affinity"].plan(SCALE)
+    results = invented_results(plan.cases, {affinity.STICKY_RULE: 0.2})
+    for case, measured in results.items():
+        measured.values["busiest_share"] = 0.4 if case.rule.label == FORWARD else 0.25
+    told = [claim for claim in plan.report(results).claims if "no difference" not in claim.source]
+    spots = [claim for claim in told if claim.source.endswith("no hot spot")]
+    rivals = [claim for claim in told if claim.source.endswith("against other routers")]
+    assert {claim.verdict for claim in spots + rivals} == {Verdict.NOT_REPRODUCED}
+    assert all(affinity.STICKY_RULE in claim.evidence for claim in rivals)
+
+
+def test_affinity_must_change_nothing_where_nothing_is_shared() -> None:
+    for ours_s, expected in ((1.0, Verdict.CONFIRMED), (1.0001, Verdict.NOT_REPRODUCED)):
+        claims = report("affinity", {FORWARD: ours_s}).claims
+        same = {claim.verdict for claim in claims if claim.source.endswith("no difference")}
+        assert same == {expected}
 
 
 @pytest.mark.parametrize(("ours_s", "reached"), [(0.02, True), (0.3, False)])
