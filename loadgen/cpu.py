@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 STAT_FIELDS_BEFORE_UTIME = 11
+"""Fields of /proc/PID/stat between the closing bracket of the name and utime."""
 IDLE_FIELDS = (3, 4)
 """Of a cpu line in /proc/stat: idle and waiting for a disk. The first eight are all its time."""
-"""Fields of /proc/PID/stat between the closing bracket of the name and utime."""
 
 
 @dataclass(frozen=True, slots=True)

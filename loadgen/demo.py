@@ -36,7 +36,6 @@ WARM_UP_REQUESTS = 16
 WARM_UP_GAP_S = 0.05
 WARM_UP_TOKENS = 16
 WARM_UP_DRAIN_S = 10.0
-DEMO_POLICIES = (PolicyName.ROUND_ROBIN, PolicyName.LEAST_OUTSTANDING, PolicyName.ONLINE_LP)
 CAVEATS: tuple[str, ...] = (
     "Workers are models: they keep the iteration times of an A100 but compute nothing. Real "
     "engines add effects that this page cannot show.",

@@ -60,11 +60,6 @@ class EngineWatch:
         """How much a counter grew over the watch, all engines together."""
         return self.looks[-1].sum(series) - self.looks[0].sum(series)
 
-    def grown_ratio(self, total: str, count: str) -> float | None:
-        """Mean of a histogram over the watch; None when nothing was counted."""
-        counted = self.grown(count)
-        return self.grown(total) / counted if counted > 0 else None
-
     def mean(self, series: str, until_s: float) -> float:
         """Mean of a gauge over engines and looks up to a time."""
         seen = [

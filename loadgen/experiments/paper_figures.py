@@ -9,7 +9,7 @@ from loadgen.experiments import panels
 from loadgen.experiments.document import Document
 from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.lines import Results, all_cases
-from loadgen.experiments.panels import PaperPanel
+from loadgen.experiments.panels import OVERLOADED, STABLE, PaperPanel
 from loadgen.traces import LMSYS_LIKE
 from loadgen.workload import Prediction
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 NAME = "real-data"
 EXACT, NOISY = Prediction.EXACT, Prediction.NOISY
-STABLE, OVERLOADED = 0.4, 0.5
 
 Drawn = tuple[PaperPanel, tuple["Line", ...]]
 
@@ -128,7 +127,7 @@ def setting(scale: Scale, drawn: Mapping[int, Sequence[Drawn]], results: Results
         "size 0.0025, or 0.00025 where alpha is 0.03 or more: the best of price-step), rolling "
         "horizon of 2,048 periods in buckets of 16, rewards normalised so that they do not "
         "saturate",
-        "seeds of the noisy figures": ", ".join(map(str, scale.fewer_seeds)),
+        "seeds of the noisy figures and of λ = 0.4": ", ".join(map(str, scale.fewer_seeds)),
         "refusals": "a request that waited 4,000 periods is refused and counts with that wait",
     }
 

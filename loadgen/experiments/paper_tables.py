@@ -31,7 +31,7 @@ from service.control.config import RateConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-STABLE, SHIFTED = 0.4, 0.6
+STABLE, SHIFTED = panels.STABLE, 0.6
 UNWATCHED = "online_lp published, no watch over the rate"
 TARGETS = (
     panels.E2E_MEAN,

@@ -60,7 +60,8 @@ def plan(scale: Scale) -> Plan:
                 rule=rule,
                 ttft_bound_s=49 * PERIOD_S,
             )
-            lines.append(line(case, scale.seeds, f"{rule.label}: {size} workers"))
+            seeds = scale.seeds if size < sizes[-1] else scale.fewer_seeds
+            lines.append(line(case, seeds, f"{rule.label}: {size} workers"))
         curves.append(Curve(rule.label, tuple(str(size) for size in sizes), tuple(lines)))
     return Plan(cases_of(curves), partial(_report, scale, tuple(curves)))
 
@@ -81,6 +82,7 @@ def _report(scale: Scale, curves: Sequence[Curve], results: Results) -> Document
             "fleet": f"B = {BATCH_LIMIT}, M = {KV_TOKENS:,} a worker, decode only",
             "load": f"LMSYS-like lengths, Poisson, load {LOAD:g}, exact prediction; requests in "
             "proportion to the workers, so the time is about the same",
+            "seeds of the largest fleet": ", ".join(map(str, scale.fewer_seeds)),
         },
         seeds=scale.seeds,
         tables=(tabulate(lines, TableSpec("Every point", PERIOD_TABLE), results),),

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 NAME = "tiers"
 BATCH_TIER = "batch"
 MIXES = ((0.52, 0.47), (0.51, 0.78), (0.70, 0.81))
-RESERVES = (0, 4, 8, 16, 32)
+RESERVES, RESERVES_FULL = (0, 4, 8, 16), (0, 4, 8, 16, 32)
 SLOTS_PER_WORKER, WORKERS, KV_TOKENS = 32, 4, 45_000
 VALUE = 4.0
 """An interactive request is worth this many batch ones, where nothing else is said."""
@@ -98,11 +98,12 @@ def plan(scale: Scale) -> Plan:
         *([book.plain(PolicyName.ROUND_ROBIN), book.published()] if scale.full else []),
         Rule(label=NO_PRICES, control=zero),
     ]
+    kept_slots = RESERVES_FULL if scale.full else RESERVES
     mixes = []
     for interactive, batch in MIXES:
         case = _case(scale, book, interactive, batch)
         reserves, in_turn = (
-            lines_under(case, [book.reserve(kept, order) for kept in RESERVES], scale.seeds)
+            lines_under(case, [book.reserve(kept, order) for kept in kept_slots], scale.seeds)
             for order in (PolicyName.CENTRAL_SHORTEST_FIRST, PolicyName.CENTRAL_FCFS)
         )
         mixes.append(

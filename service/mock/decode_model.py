@@ -68,7 +68,6 @@ class DecodeWorker:
         self._queued = 0
         self._step_number = 0
         self._step: Step | None = None
-        self._tokens_left = 0
         self._totals = Totals()
 
     @property
@@ -100,11 +99,6 @@ class DecodeWorker:
     def kv_capacity_tokens(self) -> int:
         """Tokens that all KV blocks have room for."""
         return self.kv.total * self.kv.block_tokens
-
-    @property
-    def decode_tokens_left(self) -> int:
-        """Output tokens still owed to all requests held here: knowledge only a model can have."""
-        return self._tokens_left
 
     def __contains__(self, request_id: str) -> bool:
         """Whether the request is held here, running or waiting."""
@@ -148,7 +142,6 @@ class DecodeWorker:
             request_id, prompt_tokens, decode_tokens, sequences, prefilled=prefilled, pieces=pieces
         )
         self._queued += sequences
-        self._tokens_left += sequences * decode_tokens
 
     def abort(self, request_id: str) -> bool:
         """Drop a request, waiting or running, and free its blocks; False when it is not here.
@@ -166,7 +159,6 @@ class DecodeWorker:
             if self._step is not None:
                 self._step.first_tokens.pop(request_id, None)
                 self._step.prefilled.pop(request_id, None)
-        self._tokens_left -= sequences.count * (sequences.decode_tokens - sequences.produced)
         self._totals.aborted += 1
         return True
 
@@ -225,7 +217,6 @@ class DecodeWorker:
                 self._join(sequences, self._step_number + 1)
         for sequences in finished:
             self._release(sequences)
-        self._tokens_left -= tokens
         self._totals.count(step, tokens, len(finished))
         return Iteration(
             started=tuple(step.started),

@@ -46,11 +46,6 @@ VLLM_VERSION: Final = "0.32.0"
 """The version whose behaviour this copies."""
 
 
-def build_mock_worker(config: MockWorkerConfig) -> ASGIApp:
-    """Build the application; its lifespan runs the engine."""
-    return MockServer(config).app
-
-
 class MockServer:
     """One mock worker.
 
