@@ -17,18 +17,28 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
+from starlette.requests import ClientDisconnect
 
 from service.address_guard import HOW_TO_ALLOW, is_forbidden
 from service.auth import ADMIN_PREFIX
 from service.discovery.desired import STATIC
 from service.discovery.following import Discovery
-from service.errors import BadRequestError, BidgateError, NoSuchWorkerError, WorkerConflictError
+from service.errors import (
+    BadRequestError,
+    BidgateError,
+    BodyTooLargeError,
+    BodyTooSlowError,
+    ClientGoneError,
+    NoSuchWorkerError,
+    WorkerConflictError,
+)
 from service.roster import Roster, Running
 from service.settings_text import describe
 from service.worker_config import WorkerConfig
 from service.worker_settings import WorkerSettings, worker_config
 
 BODY_BYTES_MAX: Final = 64 * 1024
+BODY_TIMEOUT_S: Final = 10.0
 RESOLVE_TIMEOUT_S: Final = 2.0
 WORKERS: Final = f"{ADMIN_PREFIX}v1/workers"
 _ENTRY: Final = TypeAdapter(WorkerSettings)
@@ -68,17 +78,17 @@ def admin_routes(staff: Staff) -> APIRouter:
         ids = [rank.worker_id for rank in ranks]
         return JSONResponse({"workers": _listed(staff, ids)}, 201 if any(changed) else 200)
 
-    @router.post("/{worker_id}/drain")
+    @router.post("/{worker_id:path}/drain")
     async def drain_worker(worker_id: str) -> Response:
         """Start nothing more there; what runs may end. The worker stays in the fleet."""
         return _set_drained(staff, worker_id, on=True)
 
-    @router.post("/{worker_id}/resume")
+    @router.post("/{worker_id:path}/resume")
     async def resume_worker(worker_id: str) -> Response:
         """Start requests there again."""
         return _set_drained(staff, worker_id, on=False)
 
-    @router.delete("/{worker_id}")
+    @router.delete("/{worker_id:path}")
     async def remove_worker(worker_id: str) -> Response:
         """Take a worker out, once what runs there has ended; whoever named it.
 
@@ -164,10 +174,16 @@ async def _read_entry(request: Request, discovery: Discovery) -> tuple[WorkerCon
 
 async def _read_body(request: Request) -> Mapping[str, object]:
     content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > BODY_BYTES_MAX:
-            raise BadRequestError(f"the body is longer than {BODY_BYTES_MAX} bytes")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > BODY_BYTES_MAX:
+                    raise BodyTooLargeError(f"the body is longer than {BODY_BYTES_MAX} bytes")
+    except TimeoutError as error:
+        raise BodyTooSlowError("the body did not arrive in time") from error
+    except ClientDisconnect as error:
+        raise ClientGoneError("the operator left") from error
     try:
         body = orjson.loads(bytes(content))
     except orjson.JSONDecodeError as error:

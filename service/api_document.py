@@ -146,7 +146,7 @@ def _complete_own(path: str, operation: Json) -> None:
         statuses.append(404)
     if path == f"{ADMIN_PREFIX}v1/workers" and "post" in str(operation["operationId"]):
         responses["201"] = {"description": "It was added"}
-        statuses += [400, 409]
+        statuses += [400, 408, 409, 413]
     if "delete" in str(operation["operationId"]):
         responses["202"] = responses.pop("200")
     responses |= _errors(statuses, OWN)

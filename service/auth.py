@@ -186,7 +186,7 @@ class Door:
         known = {holder.digest: holder for holder in self._holders}
         holders: dict[bytes, Holder] = {}
         for entry in keys:
-            digest = _digest_of(entry)
+            digest = entry.digest
             holder = known.get(digest) or Holder(digest, entry)
             holder.obey(entry, now_s)
             holders.setdefault(digest, holder)
@@ -284,12 +284,6 @@ def _resized(bucket: Bucket | None, per_minute: float | None, now_s: float) -> B
         return Bucket(per_minute, now_s)
     bucket.resize(per_minute, now_s)
     return bucket
-
-
-def _digest_of(entry: ClientKey) -> bytes:
-    if entry.key is not None:
-        return _digest(entry.key)
-    return bytes.fromhex(entry.key_sha256 or "")
 
 
 def _digest(key: SecretStr) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
 
@@ -57,6 +59,13 @@ class ClientKey:
             if limit is not None and not 0 < limit < float("inf"):
                 raise ValueError(f"{name} must be positive, got {limit}")
 
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the key."""
+        if self.key is None:
+            return bytes.fromhex(self.key_sha256 or "")
+        return sha256(self.key.get_secret_value().encode()).digest()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthConfig:
@@ -85,6 +94,19 @@ def client_keys(config: AuthConfig) -> tuple[ClientKey, ...]:
     if len(keys) > KEYS_MAX:
         raise SettingsError(f"auth.keys: at most {KEYS_MAX} keys can be used, got {len(keys)}")
     return keys
+
+
+def refuse_repeated(keys: Sequence[ClientKey]) -> None:
+    """Refuse a key that stands twice: which of its limits should count?
+
+    Raises:
+        SettingsError: one does; says which entries, not the key.
+    """
+    first_place: dict[bytes, int] = {}
+    for place, key in enumerate(keys, start=1):
+        before = first_place.setdefault(key.digest, place)
+        if before != place:
+            raise SettingsError(f"auth.keys: entry {place} has the same key as entry {before}")
 
 
 def _read(path: Path) -> tuple[ClientKey, ...]:

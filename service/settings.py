@@ -23,7 +23,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from service.auth_settings import AuthConfig, ClientKey, client_keys
+from service.auth_settings import AuthConfig, ClientKey, client_keys, refuse_repeated
 from service.control.config import ControlConfig
 from service.control.events import Role
 from service.discovery.config import (
@@ -153,7 +153,11 @@ class Settings(BaseSettings):
     """Everything an operator can set."""
 
     model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_nested_delimiter="__"
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
     )
 
     config: Annotated[
@@ -291,10 +295,12 @@ class Settings(BaseSettings):
         """Every client's key, that of `edge.api_key` among them.
 
         Raises:
-            SettingsError: the file of keys cannot be used.
+            SettingsError: the file of keys cannot be used, or a key stands twice.
         """
         plain = () if self.edge.api_key is None else (ClientKey(key=self.edge.api_key),)
-        return (*client_keys(self.auth), *plain)
+        keys = (*client_keys(self.auth), *plain)
+        refuse_repeated(keys)
+        return keys
 
     def check(self) -> None:
         """Read everything that the settings name, as the service would.

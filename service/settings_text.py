@@ -25,7 +25,20 @@ class SettingsError(Exception):
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping: YAML's usual loader takes the last one."""
+    """Refuses a key that stands twice in one mapping: YAML's usual loader takes the last one.
+
+    Values that look like numbers or dates and are none are YAML errors like any other.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            # The value is not repeated: it may be a secret.
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a value is no {kind}; quote it if it is text", node.start_mark
+            ) from error
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False

@@ -13,6 +13,7 @@ from service.control.events import Role
 
 RANKS_MAX: Final = 1024
 """More data-parallel ranks than any server has."""
+ID_CHARS_MAX: Final = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +50,17 @@ class WorkerConfig:
             raise ValueError(
                 f"url must be http(s)://host[:port] with no trailing slash: {self.url}"
             )
-        if not self.worker_id:
-            raise ValueError("worker_id must not be empty")
-        if "@" in urlsplit(self.url).netloc:
+        parts = urlsplit(self.url)
+        if not _is_header_text(self.url) or parts.query or parts.fragment or "\\" in self.url:
+            raise ValueError(f"url must be http(s)://host[:port][/prefix] alone: {self.url!r}")
+        if not (_is_header_text(self.worker_id) and len(self.worker_id) <= ID_CHARS_MAX):
+            # It is the value of a header, and part of the path of the operator's routes.
+            raise ValueError(
+                f"a worker's id must be 1 to {ID_CHARS_MAX} printable ASCII characters, no blanks"
+            )
+        if self.api_key is not None and not _is_header_text(self.api_key):
+            raise ValueError("api_key must be printable ASCII without blanks")
+        if "@" in parts.netloc:
             # The worker's id, which clients and metrics see, is made from the URL.
             raise ValueError("url must not hold credentials; api_key is for them")
         if self.batch_limit < 1:
@@ -78,3 +87,8 @@ class WorkerConfig:
             replace(self, worker_id=f"{self.worker_id}@{rank}", data_parallel_rank=rank)
             for rank in range(self.data_parallel_size)
         )
+
+
+def _is_header_text(text: str) -> bool:
+    """Whether text can stand in an HTTP header, or a path, as one word."""
+    return text.isascii() and text.isprintable() and bool(text) and " " not in text

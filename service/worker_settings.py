@@ -108,7 +108,7 @@ def worker_config(entry: WorkerEntry, fleet: FleetConfig) -> WorkerConfig:
     key = one.api_key or fleet.worker_api_key
     ranks = one.data_parallel_size
     worker = WorkerConfig(
-        worker_id=one.id or url.partition("://")[2],
+        worker_id=url.partition("://")[2] if one.id is None else one.id,
         url=url,
         batch_limit=fleet.max_num_seqs if one.batch_limit is None else one.batch_limit,
         kv_capacity_tokens=one.kv_capacity_tokens,

@@ -7,6 +7,7 @@ mounted by Kubernetes, or on a network file system.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -58,11 +59,20 @@ def read_workers(path: Path) -> Snapshot:
         entries = read_yaml(path)
         if isinstance(entries, dict) and set(entries) == {"workers"}:
             entries = entries["workers"]
-        return _ENTRIES.validate_python(entries or ())
+        workers = _ENTRIES.validate_python(entries or ())
+        _refuse_repeated(workers, path)
+        return workers
     except ValidationError as error:
         raise SourceError(describe(error, WorkerSettings.__dataclass_fields__, path)) from None
     except SettingsError as error:
         raise SourceError(str(error)) from error
+
+
+def _refuse_repeated(entries: Snapshot, path: Path) -> None:
+    names = Counter(one if isinstance(one, str) else one.id or one.url for one in entries)
+    twice = next((name for name, times in names.items() if times > 1), None)
+    if twice is not None:
+        raise SourceError(f"{path}: {twice} is listed twice")
 
 
 def _look(path: Path) -> Look:

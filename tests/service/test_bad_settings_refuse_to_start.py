@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from service.cli import FLAG_ALIASES, run
 from service.control.config import PolicyName
 from service.settings import Settings, setting_names
+from service.settings_text import describe
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +245,20 @@ def test_an_unknown_variable_names_the_nearest(
         ("workers: [{url: 'http://a', batch_limit: 0}]", ("batch_limit", "0")),
         ("workers: [{url: 'http://a', kv_capacity_tokens: 0}]", ("kv_capacity_tokens", "0")),
         ("a: [", ("YAML",)),
+        ("edge: {api_key: 2001-99-99}", ("b.yaml:1", "timestamp", "quote")),
+        ("server:\n  port: 0x_", ("b.yaml:2", "int")),
+        ("a: !!timestamp x", ("b.yaml:1", "timestamp")),
+        ("server: {port: " + "9" * 5000 + "}", ("b.yaml:1", "int")),
+        ("workers: [{url: 'http://a', id: \"a\\r\\nb\"}]", ("id", "printable")),
+        ("workers: [{url: 'http://a', id: caf\u00e9}]", ("id", "printable")),
+        ("workers: [{url: 'http://a', id: a b}]", ("id", "blanks")),
+        ("workers: [{url: 'http://a', id: '" + "x" * 600 + "'}]", ("id", "512")),
+        ("workers: [{url: 'http://a', api_key: \"k\\r\\nx: y\"}]", ("api_key", "printable")),
+        ("workers: ['http://a?b=c']", ("url", "a?b=c")),
+        ("workers: ['http://a#b']", ("url", "a#b")),
+        ("workers: ['http://caf\u00e9:1']", ("url",)),
+        ("auth: {keys: [{key: k}, {key: l}, {key: k}]}", ("entry 3", "entry 1")),
+        ("auth: {keys: [{key: k}]}\nedge: {api_key: k}", ("entry 2", "entry 1")),
         ("- 1", ("mapping",)),
     ],
 )
@@ -249,6 +268,37 @@ def test_a_mistake_in_the_file_is_one_line(
     file = write(tmp_path / "b.yaml", text)
     line = complaint(capsys, "serve", "--mock", "1", "--config", file)
     assert all(word in line for word in words)
+
+
+def numbers_in(group: object, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the settings that take any real number."""
+    hints = get_type_hints(type(group))
+    for spec in dataclasses.fields(group):  # type: ignore[arg-type]
+        value = getattr(group, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from numbers_in(value, f"{prefix}{spec.name}.")
+        elif hints[spec.name] in (float, float | None):
+            yield f"{prefix}{spec.name}"
+
+
+NUMBERS = [
+    name
+    for group, info in Settings.model_fields.items()
+    if dataclasses.is_dataclass(info.default)
+    for name in numbers_in(info.default, f"{group}.")
+]
+
+
+def test_what_is_no_number_is_refused_wherever_a_number_is_meant() -> None:
+    assert len(NUMBERS) > 30
+    for name in NUMBERS:
+        for bad in (math.nan, math.inf):
+            value: object = bad
+            for part in reversed(name.split(".")):
+                value = {part: value}
+            with pytest.raises(ValidationError) as refused:
+                Settings(**value)  # type: ignore[arg-type]
+            assert name in describe(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,9 @@ def test_a_file_lists_workers_like_the_settings_do(tmp_path: Path) -> None:
         ("- http://a:1\n- {url: http://b:2, batch: 4}\n", ("w.yaml:2:", "batch", "batch_limit")),
         ("- {url: http://b:2}\n- [\n", ("w.yaml:", "YAML")),
         ("just words", ("w.yaml",)),
+        ("- http://a:1\n- {url: http://b:2, id: 2001-99-99}", ("w.yaml:2", "timestamp")),
+        ("- http://a:1\n- http://a:1\n", ("w.yaml", "http://a:1", "twice")),
+        ("- {url: http://a:1, id: x}\n- {url: http://a:2, id: x}\n", ("w.yaml", "x", "twice")),
     ],
 )
 def test_a_bad_file_of_workers_says_where(
