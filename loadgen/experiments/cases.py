@@ -16,6 +16,7 @@ from loadgen.experiments.hindsight_lp import hindsight_bounds, relax
 from loadgen.experiments.loads import (
     Load,
     build_requests,
+    gap_variation,
     kv_iterations,
     offered_kv_load,
     offered_load,
@@ -84,6 +85,7 @@ def run_case(case: Case) -> Measured:
     offered = {
         "offered_load": offered_load(requests, case.workers),
         "offered_kv_load": offered_kv_load(requests, case.workers),
+        "gap_variation": gap_variation(requests),
         "mean_prompt_tokens": sum(r.prompt_tokens for r in requests) / len(requests),
         "mean_decode_tokens": sum(r.decode_tokens for r in requests) / len(requests),
         "mean_kv_iterations": sum(kv_iterations(r) for r in requests) / len(requests),

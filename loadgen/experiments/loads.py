@@ -142,6 +142,13 @@ def offered_kv_load(requests: Sequence[TraceRequest], workers: Sequence[Simulate
     return asked / (_span_s(requests) * capacity_per_s)
 
 
+def gap_variation(requests: Sequence[TraceRequest]) -> float:
+    """Standard deviation of the gaps between arrivals over their mean: 1 for Poisson, 0 even."""
+    gaps_s = np.diff([request.arrival_s for request in requests])
+    mean_s = float(gaps_s.mean()) if gaps_s.size else 0.0
+    return float(gaps_s.std()) / mean_s if mean_s > 0 else 0.0
+
+
 def kv_iterations(request: TraceRequest) -> float:
     """KV tokens that a request holds, summed over its decode iterations ([OLP] eq. (1))."""
     return request.decode_tokens * (request.prompt_tokens + (request.decode_tokens + 1) / 2)

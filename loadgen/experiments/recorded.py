@@ -12,6 +12,7 @@ from loadgen.experiments.comparisons import compare_rules, ratio_chart
 from loadgen.experiments.document import Document
 from loadgen.experiments.experiment import Experiment, Plan, Scale
 from loadgen.experiments.fleets import a100_fleet
+from loadgen.experiments.judge import number
 from loadgen.experiments.lines import Results, cases_of
 from loadgen.experiments.loads import Load
 from loadgen.experiments.rules import RuleBook
@@ -118,6 +119,10 @@ def _report(
             "prompts computed by the workers",
             "arrivals": "recorded times, stretched evenly until the sample offers the load; every "
             "seed sees another part of the trace",
+            "burstiness (standard deviation of the gaps over their mean; 1 is Poisson)": "; ".join(
+                f"{item.title}: {number(item.lines[0].mean('gap_variation', results))}"
+                for item in comparisons
+            ),
             "prediction": "uniform in 0.8 to 1.2 times the length",
             "requests": str(min(scale.fewer, REQUESTS_MAX)),
             "prefix cache": "none in the model, so Mooncake's shared prefixes are computed again",

@@ -25,6 +25,7 @@ def invented(case: Case, wait_s: float) -> Measured:
     values = {
         "offered_load": 1.0,
         "offered_kv_load": 0.5,
+        "gap_variation": 1.0,
         "mean_prompt_tokens": 300.0,
         "mean_decode_tokens": 200.0,
         "mean_kv_iterations": 40_000.0,

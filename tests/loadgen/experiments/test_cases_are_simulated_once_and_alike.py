@@ -20,6 +20,7 @@ from loadgen.experiments.loads import (
     Load,
     Tier,
     build_requests,
+    gap_variation,
     offered_kv_load,
     offered_load,
 )
@@ -98,6 +99,13 @@ def test_a_sample_offers_exactly_the_load_that_was_asked(load: float) -> None:
     assert offered_load(requests, FLEET) == pytest.approx(load)
     requests = build_requests(Load(kv_load=load, requests=50, seed=4), FLEET)
     assert offered_kv_load(requests, FLEET) == pytest.approx(load)
+
+
+@pytest.mark.parametrize(("arrivals", "variation"), [("poisson", 1.0), ("gamma:3", 3.0)])
+def test_burstiness_is_that_of_the_arrivals(arrivals: str, variation: float) -> None:
+    load = Load(trace="fixed:16x16", arrivals=arrivals, load=1.0, requests=4000, seed=1)
+    assert gap_variation(build_requests(load, FLEET)) == pytest.approx(variation, rel=0.15)
+    assert gap_variation(build_requests(replace(load, requests=1), FLEET)) == 0.0
 
 
 def test_tiers_offer_their_own_loads_side_by_side() -> None:
