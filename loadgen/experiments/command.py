@@ -19,7 +19,7 @@ class ExperimentOptions:
         full: whole grids, longer runs and more seeds instead of the reduced ones.
         jobs: processes at once.
         seeds: simulations of every setting, seeds 1 to this; 2, or 5 with --full.
-        requests: requests in one simulation; 500, or 3,400 with --full.
+        requests: requests in one simulation; 400, or 3,400 with --full.
         data: folder with recorded traces (azure2023_conv.csv.gz and others); what is not there is
             skipped and said so.
         docs: folder that gets JSON, pictures and Markdown pages too (docs/results).

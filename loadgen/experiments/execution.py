@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from loadgen.experiments.document import Document
     from loadgen.experiments.experiment import Experiment, Plan
 
-REDUCED_SEEDS, REDUCED_REQUESTS = 2, 500
+REDUCED_SEEDS, REDUCED_REQUESTS = 2, 400
 FULL_SEEDS, FULL_REQUESTS = 5, 3400
 FAILURES_TOLD = 3
 """Failed simulations named of each experiment; the rest are counted."""

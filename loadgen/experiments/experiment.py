@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from loadgen.experiments.document import Claim, Document
     from loadgen.experiments.lines import Results
 
-FEWER = 0.6
+FEWER = 0.65
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

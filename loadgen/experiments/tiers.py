@@ -98,13 +98,17 @@ def plan(scale: Scale) -> Plan:
         *([book.plain(PolicyName.ROUND_ROBIN), book.published()] if scale.full else []),
         Rule(label=NO_PRICES, control=zero),
     ]
-    kept_slots = RESERVES_FULL if scale.full else RESERVES
     mixes = []
     for interactive, batch in MIXES:
         case = _case(scale, book, interactive, batch)
+        kept_slots = RESERVES_FULL if scale.full else RESERVES
+        kept_in_turn = RESERVES_FULL if scale.full else RESERVES[::2]
         reserves, in_turn = (
-            lines_under(case, [book.reserve(kept, order) for kept in kept_slots], scale.seeds)
-            for order in (PolicyName.CENTRAL_SHORTEST_FIRST, PolicyName.CENTRAL_FCFS)
+            lines_under(case, [book.reserve(kept, order) for kept in slots], scale.seeds)
+            for slots, order in (
+                (kept_slots, PolicyName.CENTRAL_SHORTEST_FIRST),
+                (kept_in_turn, PolicyName.CENTRAL_FCFS),
+            )
         )
         mixes.append(
             Mix(
