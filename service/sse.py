@@ -9,6 +9,7 @@ the first events of a stream, and those that speak of an error, are parsed.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from typing import Final, Protocol
 
 import orjson
@@ -74,16 +75,13 @@ def meter_of(api: Api) -> Meter:
             return OpaqueMeter()
 
 
-class SseMeter:
-    """Counts the tokens of one stream of completions or chat completions.
-
-    One event with content counts as one token, as vLLM sends them; a usage object corrects the
-    count.
+class _EventMeter(ABC):
+    """Cuts a stream into whole events; a usage object corrects the count of its subclass.
 
     Attributes:
         tokens: output tokens seen so far, all choices together.
         exact: whether a usage object gave the last count.
-        done: whether `[DONE]` came.
+        done: whether the event that ends the stream came.
         failed: whether an error event came.
         error_code: the code it carried, as HTTP means it; 0 when it carried none.
     """
@@ -112,7 +110,23 @@ class SseMeter:
             self._rest = data if len(data) <= EVENT_BYTES_MAX else data[-2:]
             return
         self._rest = data[end:]
-        self._count(data[:end] if self._rest else data)
+        events = data[:end] if self._rest else data
+        self._count(events)
+        told = usage_tokens(events)
+        self.exact = told is not None and told > 0
+        if told is not None and told > 0:
+            self.tokens = told
+
+    @abstractmethod
+    def _count(self, events: bytes) -> None:
+        """Read whole events."""
+
+
+class SseMeter(_EventMeter):
+    """Counts the tokens of one stream of completions or chat completions.
+
+    One event with content counts as one token, as vLLM sends them.
+    """
 
     def error_event(self, body: bytes) -> bytes:
         """An event with an error object."""
@@ -127,10 +141,6 @@ class SseMeter:
         else:
             self.tokens += events.count(b"\ndata:") + events.startswith(b"data:")
             self.tokens -= events.count(b'"choices":[]') + self.done
-        told = usage_tokens(events)
-        self.exact = told is not None and told > 0
-        if told is not None and told > 0:
-            self.tokens = told
 
     def _read(self, event: bytes) -> None:
         if not event.startswith(b"data:") or _DONE.match(event):
@@ -148,52 +158,21 @@ class SseMeter:
             self.tokens += isinstance(choices, list) and any(map(_bears_token, choices))
 
 
-class NamedEventMeter:
+class NamedEventMeter(_EventMeter):
     """Counts the tokens of one stream of responses or messages: one for each event named a delta.
 
-    A usage object corrects the count.
-
-    Attributes:
-        tokens: output tokens seen so far.
-        exact: whether a usage object gave the last count.
-        done: whether an event that ends the stream came.
-        failed: whether an event that says failure came.
-        error_code: 0, as these streams carry none.
+    These streams carry no error code.
     """
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.exact = False
-        self.done = False
-        self.failed = False
-        self.error_code = 0
-        self._rest = b""
-
-    @property
-    def mid_event(self) -> bool:
-        """Whether the last event is incomplete."""
-        return bool(self._rest)
-
-    def feed(self, chunk: bytes) -> None:
-        """Take the next bytes, cut anywhere."""
-        data = (self._rest + chunk if self._rest else chunk).replace(b"\r\n", b"\n")
-        end = data.rfind(b"\n\n") + 2
-        if end == 1:
-            self._rest = data if len(data) <= EVENT_BYTES_MAX else data[-2:]
-            return
-        events, self._rest = data[:end], data[end:]
-        for name in _NAMED.findall(events):
-            self.tokens += name.endswith(b"delta") and name != NO_TOKEN
-            self.done |= name in ENDS
-            self.failed |= name in FAILURES
-        told = usage_tokens(events)
-        self.exact = told is not None and told > 0
-        if told is not None and told > 0:
-            self.tokens = told
 
     def error_event(self, body: bytes) -> bytes:
         """A named event with an error object."""
         return b"event: error\ndata: " + body + b"\n\n"
+
+    def _count(self, events: bytes) -> None:
+        for name in _NAMED.findall(events):
+            self.tokens += name.endswith(b"delta") and name != NO_TOKEN
+            self.done |= name in ENDS
+            self.failed |= name in FAILURES
 
 
 class OpaqueMeter:
