@@ -56,6 +56,8 @@ class FleetOptions:
         profile: llama-3-8b-a100, llama-2-7b-a100, or unit (10 ms an iteration, whatever it holds).
         iteration_factors: as 1,1,1,2: each worker's iterations over the profile's.
         decode_only: prompts are computed elsewhere and cost nothing here.
+        piece_tokens: prompts stay in a prefix cache in pieces of so many tokens, each with an id of
+            the trace's hash_ids (Mooncake: 512); 0 for no such cache.
         outage: as w1:10-20: worker w1 dies at second 10 and is back, empty, at 20; w1:10- for
             good. May be given more than once.
         iteration_error: the router is told iteration times this many times the true ones.
@@ -67,6 +69,7 @@ class FleetOptions:
     profile: str = "llama-3-8b-a100"
     iteration_factors: str = ""
     decode_only: bool = False
+    piece_tokens: int = 0
     outage: tuple[str, ...] = ()
     iteration_error: float = 1.0
 
@@ -91,6 +94,7 @@ class FleetOptions:
             kv_capacity_tokens=self.kv_tokens,
             iteration_factor=factor,
             prefill=not self.decode_only,
+            piece_tokens=self.piece_tokens,
         )
         guess_s = self.iteration_error * full_batch_iteration_s(worker, lengths)
         return replace(worker, iteration_guess_s=guess_s)

@@ -115,6 +115,19 @@ def test_a_load_is_shared_by_the_capacity_of_unequal_workers() -> None:
     assert load.rate_per_s(fleet, lengths) == pytest.approx(0.5 * (8 + 4))
 
 
+def test_prompts_of_a_trace_with_block_ids_stay_in_the_workers_caches(tmp_path: Path) -> None:
+    trace = tmp_path / "mooncake.jsonl"
+    row = '{"timestamp": %d, "input_length": 64, "output_length": 4, "hash_ids": [7, 8]}'
+    trace.write_text("\n".join(row % (1000 * second) for second in range(10)))
+    load = LoadOptions(trace=str(trace), arrivals="recorded", requests=0)
+    for piece_tokens, hits in ((0, 0), (32, 8 * 63)):
+        fleet = replace(FLEET, piece_tokens=piece_tokens)
+        policy = PolicyOptions(policy="round_robin")
+        simulate(out=tmp_path / "out", fleet=fleet, load=load, policy=policy)
+        workers = orjson.loads((tmp_path / "out" / "summary.json").read_bytes())["workers"]
+        assert sum(worker["prefix_hits"] for worker in workers) == hits
+
+
 def test_recorded_arrivals_keep_their_times_unless_a_load_is_asked_for(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,prompt_tokens,decode_tokens\n0,5,10\n1,5,10\n2.5,5,10\n")
