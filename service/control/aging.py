@@ -9,6 +9,7 @@ newcomer would have waited there.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.config import ControlConfig
 from service.control.view import View
 
-FORGOTTEN_S = 1e-3
-"""A recent longest wait below this is no longer kept."""
+LARGE_SHARE = 0.95
+"""Requests with no more work than this share of the recent arrivals are never spared."""
 
 
 def drain_s(view: View, rows: BoolArray) -> float:
@@ -39,43 +40,89 @@ def drain_s(view: View, rows: BoolArray) -> float:
     return total / float(tokens_per_s) if tokens_per_s > 0 else math.inf
 
 
+@dataclass(slots=True)
+class _Block:
+    """What was seen in a stretch of time.
+
+    Attributes:
+        began_s: when it began.
+        peak_s: the longest first-come-first-served wait, by tier.
+        arrivals: requests that came. spared: requests that were let wait beyond their bound.
+    """
+
+    began_s: float
+    peak_s: dict[int, float] = field(default_factory=dict)
+    arrivals: int = 0
+    spared: int = 0
+
+
 class AgeRule:
     """The wait after which a request goes first among its tier, oldest first.
 
     bound = age_factor x the longest recent first-come-first-served wait of the tier and those
-    above it, at least age_floor_s. The longest recent wait fades by a factor e every age_memory_s.
-    Requests with a longer forecast than age_share of all wait age_stretch times as long: a start
-    out of turn costs a slot for a whole life, so those few cost most, and p99 does not see them.
+    above it, at least age_floor_s. What is recent lies between one and two times age_memory_s back.
+
+    A start out of turn costs a slot for a whole life, so the requests with the most work cost most,
+    and a p99 does not see one in a hundred. So of the recent arrivals a share of 1 - age_share may
+    wait age_stretch times as long: of those that reach their bound, the ones with the most work.
     Nobody's bound exceeds age_bound_s.
     """
 
     def __init__(self, config: ControlConfig) -> None:
         self._config = config
-        self._peak_s: dict[int, float] = {}
-        self._seen_s = 0.0
+        self._old, self._new = _Block(-math.inf), _Block(-math.inf)
+        self._spared: IntArray = np.zeros(0, dtype=np.int64)
+        self._last_order = 0
 
-    def bound_s(self, view: View, tier: IntArray, long: BoolArray) -> FloatArray:
+    def bound_s(self, view: View, tier: IntArray, work: FloatArray, large: float) -> FloatArray:
         """(n,) the bound of each waiting request at this tick; infinity when switched off.
 
         Args:
             view: the tick.
             tier: (n,) of value.
-            long: (n,) whether a forecast is among the longest, which age_share leaves out.
+            work: (n,) what each takes from a worker, in any unit.
+            large: only requests with more work than this may be spared.
         """
         config = self._config
         if config.age_bound_s == 0:
             return np.full(tier.size, math.inf)
         if config.age_factor == 0:
             return np.full(tier.size, config.age_bound_s)
-        passed_s = max(0.0, view.now_s - self._seen_s)
-        self._seen_s = view.now_s
-        fade = math.exp(-passed_s / config.age_memory_s)
-        faded = {level: peak_s * fade for level, peak_s in self._peak_s.items()}
-        self._peak_s = {level: peak_s for level, peak_s in faded.items() if peak_s > FORGOTTEN_S}
+        self._turn(view)
         bounds = np.empty(tier.size)
         for level in np.unique(tier).tolist():
-            peak_s = max(self._peak_s.get(level, 0.0), drain_s(view, tier >= level))
-            self._peak_s[level] = peak_s
+            wait_s = drain_s(view, tier >= level)
+            self._new.peak_s[level] = max(self._new.peak_s.get(level, 0.0), wait_s)
+            peak_s = max(self._new.peak_s[level], self._old.peak_s.get(level, 0.0))
             bounds[tier == level] = max(config.age_factor * peak_s, config.age_floor_s)
-        bounds[long] *= config.age_stretch
+        spared = self._spare(view, bounds, work, large)
+        bounds[spared] *= config.age_stretch
         return np.minimum(bounds, config.age_bound_s)
+
+    def _turn(self, view: View) -> None:
+        """Begin a new block when the last one is full; count who came."""
+        passed_s = view.now_s - self._new.began_s
+        if passed_s >= self._config.age_memory_s:
+            recent = passed_s < 2.0 * self._config.age_memory_s
+            self._old = self._new if recent else _Block(-math.inf)
+            self._new = _Block(view.now_s)
+        last = int(view.waiting.order.max(initial=self._last_order))
+        self._new.arrivals += last - self._last_order
+        self._last_order = last
+
+    def _spare(
+        self, view: View, bounds: FloatArray, work: FloatArray, large: float
+    ) -> BoolArray | IntArray:
+        """Which waiting requests may wait longer: those of before, and new ones while some may."""
+        order = view.waiting.order
+        spared = np.isin(order, self._spared) if self._spared.size else np.zeros(order.size, bool)
+        share = 1.0 - self._config.age_share
+        allowed = share * (self._old.arrivals + self._new.arrivals)
+        left = int(allowed - self._old.spared - self._new.spared)
+        if left > 0:
+            asking = np.flatnonzero((view.age_s() >= bounds) & (work > large) & ~spared)
+            chosen = asking[np.argsort(-work[asking], kind="stable")[:left]]
+            self._new.spared += chosen.size
+            spared[chosen] = True
+        self._spared = order[spared]
+        return spared

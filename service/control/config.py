@@ -303,7 +303,7 @@ class ControlConfig:
     age_bound_s: float = 60.0
     age_factor: float = 0.92
     age_floor_s: float = 0.1
-    age_share: float = 0.993
+    age_share: float = 0.9905
     age_stretch: float = 5.0
     age_memory_s: float = 60.0
     queue_max: int = 10_000

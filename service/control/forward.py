@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.control.aged import AgedStarts
-from service.control.aging import AgeRule
+from service.control.aging import LARGE_SHARE, AgeRule
 from service.control.assign import NO_LIMIT, Candidates, admit_balanced, levelled, preferred
 from service.control.columns import (
     Columns,
@@ -78,8 +78,8 @@ class ForwardLp:
         self._record(view, columns, rewards)
         tier = tiers(view.waiting.value * view.waiting.discount)
         steps = service_steps(view.kernel, view.waiting.decode_tokens)
-        long = steps > self._seen.longest(self._config.age_share)
-        aged = view.age_s() >= self._ageing.bound_s(view, tier, long)
+        large = self._seen.longest(LARGE_SHARE)
+        aged = view.age_s() >= self._ageing.bound_s(view, tier, steps, large)
         workers = view.open_workers()
         if not workers.size:
             return []
