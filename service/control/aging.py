@@ -21,23 +21,28 @@ LARGE_SHARE = 0.95
 """Requests with no more work than this share of the recent arrivals are never spared."""
 
 
-def drain_s(view: View, rows: BoolArray) -> float:
-    """Time the fleet needs for some waiting decode work: the first-come-first-served wait, seconds.
+def drain_s(view: View, rows: BoolArray, steps: FloatArray) -> float:
+    """Time the fleet needs for some waiting work: the first-come-first-served wait, seconds.
 
-    A worker decodes one token per busy slot in the time that slots were seen to take; busy slots
-    are bounded by the batch limit and by how many waiting requests, at their mean KV over their
-    life, fit its KV cache.
+    A worker does one slot-iteration of work per busy slot in the time that its iterations were seen
+    to take; busy slots are bounded by the batch limit and by how many waiting requests, at their
+    mean KV over their life, fit its KV cache.
+
+    Args:
+        view: the tick.
+        rows: (n,) which requests.
+        steps: (n,) work of each, in slot-iterations.
     """
     waiting, fleet = view.waiting, view.fleet
-    work = (waiting.sequences * waiting.decode_tokens)[rows]
+    work = (waiting.sequences * steps)[rows]
     total = float(work.sum())
     if total <= 0 or not len(fleet):
         return 0.0
     kv_tokens = waiting.prompt_tokens[rows] + waiting.decode_tokens[rows] / 2
     mean_kv = float((work * kv_tokens).sum()) / total
     slots = np.minimum(fleet.batch_limit, fleet.kv_capacity_tokens / max(mean_kv, 1.0))
-    tokens_per_s = (slots / fleet.token_s)[waiting.reach.any(axis=0)].sum()
-    return total / float(tokens_per_s) if tokens_per_s > 0 else math.inf
+    steps_per_s = (slots / fleet.step_s)[waiting.reach.any(axis=0)].sum()
+    return total / float(steps_per_s) if steps_per_s > 0 else math.inf
 
 
 @dataclass(slots=True)
@@ -80,7 +85,7 @@ class AgeRule:
         Args:
             view: the tick.
             tier: (n,) of value.
-            work: (n,) what each takes from a worker, in any unit.
+            work: (n,) of each, in slot-iterations.
             large: only requests with more work than this may be spared.
         """
         config = self._config
@@ -91,7 +96,7 @@ class AgeRule:
         self._turn(view)
         bounds = np.empty(tier.size)
         for level in np.unique(tier).tolist():
-            wait_s = drain_s(view, tier >= level)
+            wait_s = drain_s(view, tier >= level, work)
             self._new.peak_s[level] = max(self._new.peak_s.get(level, 0.0), wait_s)
             peak_s = max(self._new.peak_s[level], self._old.peak_s.get(level, 0.0))
             bounds[tier == level] = max(config.age_factor * peak_s, config.age_floor_s)
@@ -106,6 +111,8 @@ class AgeRule:
             recent = passed_s < 2.0 * self._config.age_memory_s
             self._old = self._new if recent else _Block(-math.inf)
             self._new = _Block(view.now_s)
+        if view.now_s - self._old.began_s >= 2.0 * self._config.age_memory_s:
+            self._old = _Block(-math.inf)
         last = int(view.waiting.order.max(initial=self._last_order))
         self._new.arrivals += last - self._last_order
         self._last_order = last

@@ -273,10 +273,11 @@ class ControlConfig:
             times the longest recent first-come-first-served wait; smaller spares the tail, larger
             the mean; 0 leaves age_bound_s alone.
         age_floor_s: that relative bound is never shorter than this.
-        age_share: share of the requests that this relative bound protects; those with the longest
-            forecasts are left out.
+        age_share: share of the recent requests that this relative bound protects; of those that
+            reach it, the ones with the most work are left out.
         age_stretch: those left out wait this many times as long.
-        age_memory_s: how long the longest recent wait is remembered.
+        age_memory_s: how long the longest recent wait and the number of requests are remembered, at
+            least; at most twice as long.
         queue_max: most requests that may wait.
         max_wait_s: longest wait of a request in the central queue.
         no_worker_hold_s: how long a request waits for any worker to come up.

@@ -74,12 +74,14 @@ class ForwardLp:
         Everything fits on all its future slots, and leaves the slots that are worth more to the
         higher tiers' next arrivals.
         """
-        columns, rewards = view.columns(), self._rewards(view)
+        prompt_steps = view.prompt_steps()
+        held_up = prompt_steps * view.waiting.prompt_tokens
+        columns, rewards = view.columns(), self._rewards(view, held_up)
         self._record(view, columns, rewards)
         tier = tiers(view.waiting.value * view.waiting.discount)
-        steps = service_steps(view.kernel, view.waiting.decode_tokens)
-        large = self._seen.longest(LARGE_SHARE)
-        aged = view.age_s() >= self._ageing.bound_s(view, tier, steps, large)
+        work = service_steps(view.kernel, view.waiting.decode_tokens) + held_up
+        large = self._seen.largest(LARGE_SHARE, prompt_steps)
+        aged = view.age_s() >= self._ageing.bound_s(view, tier, work, large)
         workers = view.open_workers()
         if not workers.size:
             return []
@@ -254,17 +256,23 @@ class ForwardLp:
         """Remember every request once, the first time a decision sees it."""
         new = np.flatnonzero(view.waiting.order > self._last_recorded)
         if new.size:
-            self._history.extend(columns.take(new), 0.0, rewards[new])
+            self._history.extend(columns.take(new), 0.0, np.maximum(rewards[new], 0.0))
             self._seen.extend(view, new)
             self._last_recorded = int(view.waiting.order[new].max())
 
-    def _rewards(self, view: View) -> FloatArray:
-        """(n,) normalised rewards of starting now."""
+    def _rewards(self, view: View, held_up: FloatArray) -> FloatArray:
+        """(n,) normalised rewards of starting now.
+
+        Differs: [OLP] 3.1 counts a prefill as one iteration. Here the end-to-end time that it costs
+        everybody on the worker is taken off, or long prompts with short answers go first.
+        """
         pace_s = float(view.fleet.iteration_s.mean()) if len(view.fleet) else 1.0
         waited = (view.now_s - view.waiting.arrival_s) / pace_s
         value = view.waiting.value * view.waiting.discount
         left = float(view.horizon.iterations)
-        reward = waiting_reward(view, self._config.weights, waited, left, pace_s)
+        weights = self._config.weights
+        reward = waiting_reward(view, weights, waited, left, pace_s)
+        reward -= (weights.e2e + weights.throughput) * held_up
         return value * reward / normalizer(self._config)
 
     def _prices(self, view: View) -> Usage:

@@ -30,7 +30,7 @@ from service.control.fleet_state import FleetState, OwnLoad
 from service.control.lengths import LengthPredictor
 from service.control.occupancy import Frame, Occupancy
 from service.control.tables import Table
-from service.control.token_pace import TokenPace
+from service.control.token_pace import PromptPace, TokenPace
 from service.control.waiting import Entry
 
 NO_LIMIT = 2**31
@@ -55,12 +55,14 @@ class Ledger:
             seen_s=np.float64,
             streams=np.bool_,
             ready_s=np.float64,
+            ahead_tokens=np.float64,
         )
         self._sequences: FloatArray = np.zeros(0)
         self._kv_tokens: FloatArray = np.zeros(0)
         self._blind: FloatArray = np.zeros(0)
+        self._ahead: FloatArray = np.zeros(0)
         self._occupancy = Occupancy()
-        self._pace = TokenPace()
+        self._pace, self._prompts = TokenPace(), PromptPace()
         self._learned = -1
 
     def __len__(self) -> int:
@@ -79,6 +81,11 @@ class Ledger:
             ready_s: when its prompt should be computed by a prefill worker; 0 where it decodes now.
         """
         request, forecast = entry.request, entry.forecast
+        self._make_room(worker + 1)
+        # Of a prompt that another worker computes, or whose first token is not seen, nothing is
+        # learned.
+        if request.streams and not ready_s:
+            self._ahead[worker] += request.prompt_tokens
         self._entries[request.request_id] = entry
         self._table.add(
             request.request_id,
@@ -94,8 +101,8 @@ class Ledger:
             seen_s=max(now_s, ready_s),
             streams=request.streams,
             ready_s=ready_s,
+            ahead_tokens=self._ahead[worker] if request.streams and not ready_s else 0.0,
         )
-        self._make_room(worker + 1)
         self._sequences[worker] += entry.sequences
         self._kv_tokens[worker] += entry.sequences * request.prompt_tokens
         self._blind[worker] += not request.streams or ready_s > 0
@@ -134,11 +141,32 @@ class Ledger:
         waited_s = np.maximum(now_s - table["seen_s"][rows], 0.0)
         self._pace.note(worker, (table["sequences"][rows] * waited_s)[kept], more[kept])
         table["seen_s"][rows] = now_s
+        first = ((before == 0) & (after > 0) & (table["ahead_tokens"][rows] > 0)).nonzero()[0]
+        for at in first.tolist():
+            # Later tokens came with it where only the end was seen.
+            alone = after[at] == 1
+            self._first_token(int(rows[at]), float(waited_s[at]) if alone else None)
         self._kv_tokens += sum_per_slot(worker, more[kept], self._kv_tokens.size)
         self._occupancy.touch_all(worker)
 
+    def _first_token(self, row: int, waited_s: float | None) -> None:
+        """A request's prompt is ahead of nobody any more; learn how long it took, if it is told."""
+        table = self._table
+        worker = int(table["worker"][row])
+        if worker >= 0:
+            if waited_s is not None:
+                self._prompts.note(worker, float(table["ahead_tokens"][row]), waited_s)
+                busy = float(self._sequences[worker])
+                self._pace.note_prompt(worker, busy * float(table["prompt_tokens"][row]))
+            left = self._ahead[worker] - float(table["prompt_tokens"][row])
+            self._ahead[worker] = max(0.0, left)
+        table["ahead_tokens"][row] = 0.0
+
     def end(self, request_id: str) -> tuple[Entry, int, int]:
         """Free a request's slots; returns it, its worker index (-1: gone) and the tokens seen."""
+        row = self._table.row(request_id)
+        if self._table["ahead_tokens"][row] > 0:
+            self._first_token(row, None)
         held = self._table.remove(request_id)
         worker, sequences = int(held["worker"]), held["sequences"]
         if worker >= 0:
@@ -154,10 +182,12 @@ class Ledger:
         worker[worker == gone] = -1
         worker[worker > gone] -= 1
         self._pace.drop_worker(gone)
+        self._prompts.drop_worker(gone)
         if gone < self._sequences.size:
             self._sequences = np.delete(self._sequences, gone)
             self._kv_tokens = np.delete(self._kv_tokens, gone)
             self._blind = np.delete(self._blind, gone)
+            self._ahead = np.delete(self._ahead, gone)
         self._occupancy.forget()
 
     def sequences_per_worker(self, workers: int) -> FloatArray:
@@ -173,6 +203,15 @@ class Ledger:
     def token_s(self, fleet: FleetState) -> FloatArray:
         """(g,) seconds that a batch slot takes for a token, prefills beside it included."""
         return self._pace.token_s(fleet.array("iteration_s"))
+
+    def prompt_s(self, workers: int) -> FloatArray:
+        """(g,) seconds by which a prompt token holds up everything else on a worker."""
+        return self._prompts.prompt_s(workers)
+
+    def step_s(self, fleet: FleetState) -> FloatArray:
+        """(g,) seconds of a decode iteration, without the prompts computed in it."""
+        told_s = fleet.array("iteration_s")
+        return self._pace.step_s(told_s, self._prompts.prompt_s(told_s.size))
 
     def own_load(self, worker: int) -> OwnLoad:
         """What we hold on one worker now, in sequences and in KV tokens."""
@@ -307,3 +346,4 @@ class Ledger:
             self._sequences = np.append(self._sequences, np.zeros(more))
             self._kv_tokens = np.append(self._kv_tokens, np.zeros(more))
             self._blind = np.append(self._blind, np.zeros(more))
+            self._ahead = np.append(self._ahead, np.zeros(more))

@@ -64,12 +64,12 @@ class SeenArrivals:
     """A ring of the last arrivals: what they are worth and what they hold. Bounded."""
 
     def __init__(self, capacity: int) -> None:
-        self._numbers = np.zeros((4, capacity))
+        self._numbers = np.zeros((5, capacity))
         self._tier = np.zeros(capacity, dtype=np.int64)
         self._pool = np.zeros(capacity, dtype=np.int64)
         self._next = 0
         self._size = 0
-        self._longest: float | None = None
+        self._largest: float | None = None
         self._worker_ids: tuple[str, ...] = ()
         self._pools: dict[bytes, int] = {}
         self._members: list[BoolArray] = []
@@ -89,6 +89,7 @@ class SeenArrivals:
             steps,
             waiting.sequences[rows],
             waiting.prompt_tokens[rows] + steps / 2,
+            waiting.prompt_tokens[rows],
         )
         self._tier[at] = tiers(view.waiting.value[rows])
         kinds, which = np.unique(view.waiting.kind[rows], return_inverse=True)
@@ -96,19 +97,24 @@ class SeenArrivals:
         self._pool[at] = pools[which]
         self._next = (self._next + rows.size) % self._tier.size
         self._size = min(self._size + rows.size, self._tier.size)
-        self._longest = None
+        self._largest = None
 
-    def longest(self, share: float) -> float:
-        """Service steps that this share of the recorded arrivals does not exceed.
+    def largest(self, share: float, prompt_steps: float) -> float:
+        """Work that this share of the recorded arrivals does not exceed, in service steps.
 
         Infinity while there are too few to have one beyond it.
+
+        Args:
+            share: of the arrivals.
+            prompt_steps: what a prompt token counts; looked at when there are new arrivals.
         """
         if self._size * (1.0 - share) < 1.0:
             return math.inf
-        if self._longest is None:
+        if self._largest is None:
             place = max(0, math.ceil(share * self._size) - 1)
-            self._longest = float(np.partition(self._numbers[1, : self._size], place)[place])
-        return self._longest
+            work = self._numbers[1, : self._size] + prompt_steps * self._numbers[4, : self._size]
+            self._largest = float(np.partition(work, place)[place])
+        return self._largest
 
     def knows_above(self, tier: int) -> bool:
         """Whether any recorded arrival was of a higher tier."""
@@ -117,7 +123,7 @@ class SeenArrivals:
     def above(self, tier: int, workers: BoolArray) -> HigherDemand:
         """Recorded arrivals of higher tiers, as far as they would go to (g,) some workers."""
         higher = np.flatnonzero(self._tier[: self._size] > tier)
-        value, steps, sequences, kv_tokens = self._numbers[:, higher]
+        value, steps, sequences, kv_tokens = self._numbers[:4, higher]
         shares = np.array([(m & workers).sum() / max(1, m.sum()) for m in self._members])
         return HigherDemand(
             value=value,

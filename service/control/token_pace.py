@@ -1,7 +1,9 @@
 """3 controller, what a batch slot of each worker takes for a token, as the requests show it.
 
 Told iteration times may be off, and leave out what prefills cost the others. Tokens that came and
-the time their requests held a slot for them tell both.
+the time their requests held a slot for them tell both. What of that is due to prompts the waits for
+first tokens tell: a worker computes the prompts that were sent to it in turn, so the wait grows by
+the same time with every prompt token ahead.
 """
 
 from __future__ import annotations
@@ -16,12 +18,63 @@ MEMORY_TOKENS = 16384.0
 """Tokens of one worker after which what was seen counts half."""
 
 
+PROMPT_SHARE_MAX = 0.95
+"""Most that prompts are taken to be of the time of a token; what is left is known too badly."""
+PROMPT_MEMORY = 0.98
+"""Weight of all earlier first tokens of a worker, at each new one."""
+PROMPT_PRIOR_TOKENS = 256.0
+"""Spread of prompt lengths at which one first token weighs as much as what was believed before."""
+
+
+class PromptPace:
+    """Time of a prompt token on every worker: by how much more the wait for a first token grows.
+
+    Before first tokens came prompts are taken to cost nothing.
+    """
+
+    def __init__(self) -> None:
+        self._sums: FloatArray = np.zeros((5, 0))
+
+    def note(self, worker: int, ahead_tokens: float, waited_s: float) -> None:
+        """Learn from a first token.
+
+        Args:
+            worker: index of where it came from.
+            ahead_tokens: prompt tokens that the worker had to compute before it, its own included.
+            waited_s: time since its request was sent there.
+        """
+        self._make_room(worker + 1)
+        x, y = ahead_tokens, waited_s
+        sums = self._sums[:, worker]
+        sums *= PROMPT_MEMORY
+        sums += (1.0, x, y, x * x, x * y)
+
+    def prompt_s(self, workers: int) -> FloatArray:
+        """(g,) seconds by which a prompt token holds up everything else on a worker."""
+        self._make_room(workers)
+        weight, x, y, xx, xy = self._sums[:, :workers]
+        weight = np.maximum(weight, 1.0)
+        spread = np.maximum(xx - x * x / weight, 0.0) + PROMPT_PRIOR_TOKENS**2
+        return np.asarray(np.maximum((xy - x * y / weight) / spread, 0.0))
+
+    def drop_worker(self, gone: int) -> None:
+        """Forget a worker; later ones move down."""
+        if gone < self._sums.shape[1]:
+            self._sums = np.delete(self._sums, gone, axis=1)
+
+    def _make_room(self, workers: int) -> None:
+        more = workers - self._sums.shape[1]
+        if more > 0:
+            self._sums = np.concatenate([self._sums, np.zeros((5, more))], axis=1)
+
+
 class TokenPace:
     """Slot-seconds and tokens of every worker, the recent ones weighing most."""
 
     def __init__(self) -> None:
         self._slot_s: FloatArray = np.zeros(0)
         self._tokens: FloatArray = np.zeros(0)
+        self._held: FloatArray = np.zeros(0)
 
     def note(self, worker: IntArray, slot_s: FloatArray, tokens: FloatArray) -> None:
         """Book tokens.
@@ -36,8 +89,13 @@ class TokenPace:
         self._tokens += sum_per_slot(worker, tokens, self._tokens.size)
         full = self._tokens > MEMORY_TOKENS
         if full.any():
-            self._slot_s[full] *= 0.5
-            self._tokens[full] *= 0.5
+            for sums in (self._slot_s, self._tokens, self._held):
+                sums[full] *= 0.5
+
+    def note_prompt(self, worker: int, held_tokens: float) -> None:
+        """Book a prompt that was computed: its tokens x the slots that were busy meanwhile."""
+        self._make_room(worker + 1)
+        self._held[worker] += held_tokens
 
     def token_s(self, told_s: FloatArray) -> FloatArray:
         """(g,) seconds of a slot for one token.
@@ -49,9 +107,22 @@ class TokenPace:
         slot_s, tokens = self._slot_s[: told_s.size], self._tokens[: told_s.size]
         return np.asarray((PRIOR_TOKENS * told_s + slot_s) / (PRIOR_TOKENS + tokens))
 
+    def step_s(self, told_s: FloatArray, prompt_s: FloatArray) -> FloatArray:
+        """(g,) seconds of a decode iteration without prompts: less what they held up.
+
+        Args:
+            told_s: (g,) the workers' iteration times.
+            prompt_s: (g,) seconds of a prompt token.
+        """
+        token_s = self.token_s(told_s)
+        held_s = prompt_s * self._held[: told_s.size]
+        left_s = token_s - held_s / (PRIOR_TOKENS + self._tokens[: told_s.size])
+        return np.asarray(np.maximum(left_s, (1.0 - PROMPT_SHARE_MAX) * token_s))
+
     def drop_worker(self, gone: int) -> None:
         """Forget a worker; later ones move down."""
         if gone < self._tokens.size:
+            self._held = np.delete(self._held, gone)
             self._slot_s = np.delete(self._slot_s, gone)
             self._tokens = np.delete(self._tokens, gone)
 
@@ -60,3 +131,4 @@ class TokenPace:
         if more > 0:
             self._slot_s = np.append(self._slot_s, np.zeros(more))
             self._tokens = np.append(self._tokens, np.zeros(more))
+            self._held = np.append(self._held, np.zeros(more))

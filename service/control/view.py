@@ -72,7 +72,8 @@ class FleetView:
         worker_ids: names, in index order.
         batch_limit: B_g. kv_capacity_tokens: M_g, inf when unknown. block_tokens: KV block size.
         iteration_s: told decode iteration.
-        token_s: what a batch slot was seen to take for a token, prefills beside it included.
+        step_s: what a decode iteration was seen to take, without the prompts computed in it.
+        prompt_s: what a prompt token was seen to hold up everything else on the worker.
         outstanding: sequences started on the worker and not ended, foreign ones included.
         engine_queue_empty: no request is known to wait inside the engine.
         lead: iterations from now to when what starts now begins to decode; above 0 where a prefill
@@ -84,7 +85,8 @@ class FleetView:
     kv_capacity_tokens: FloatArray
     block_tokens: FloatArray
     iteration_s: FloatArray
-    token_s: FloatArray
+    step_s: FloatArray
+    prompt_s: FloatArray
     outstanding: FloatArray
     engine_queue_empty: BoolArray
     lead: FloatArray
@@ -137,6 +139,17 @@ class View:
         return replace(
             whole, footprint=np.minimum(whole.footprint, self.waiting.kv_max - whole.steps)
         )
+
+    def prompt_steps(self) -> float:
+        """Slot-iterations that a prompt token takes: while one is computed no busy slot decodes.
+
+        Mean over the workers, for the slots that are busy once one more request has started.
+        """
+        fleet = self.fleet
+        if self.kernel is Kernel.DECODE_ONLY or not len(fleet):
+            return 0.0
+        busy = np.minimum(1.0 + fleet.outstanding, fleet.batch_limit)
+        return float((busy * fleet.prompt_s / fleet.step_s).mean())
 
     def age_s(self) -> FloatArray:
         """(n,) seconds waited; those of a tenant over its share count less."""

@@ -70,18 +70,56 @@ def test_ageing_can_be_switched_off() -> None:
     assert _who_is_next(_busy(replace(CONFIG, age_bound_s=0.0)), 1e5) == "short"
 
 
-def test_the_longest_few_wait_a_multiple_so_that_the_others_need_not() -> None:
-    config = replace(CONFIG, age_factor=0.3, age_share=0.9, age_stretch=2.0)
+def _crowd(config: ControlConfig, **huge: int) -> Router:
+    """As `_busy`, with one request that is larger than the twenty others of 100 tokens."""
     router = router_with(config, spec("w0", batch_limit=1, kv=10**6, iteration_s=0.01))
     router.handle(ask("first", decode_tokens_hint=50), 0.0)
     router.tick(0.0)
-    router.handle(ask("huge", decode_tokens_hint=400), 0.0)
+    router.handle(ask("huge", **huge), 0.0)
     for index in range(20):
         router.handle(ask(f"usual{index}", 0.001, decode_tokens_hint=100), 0.001)
-    router.tick(0.001)  # 24 s of work: the bound is 7.2 s, and 14.4 s for the one above the rest
+    router.tick(0.001)
+    return router
+
+
+def test_the_largest_few_wait_a_multiple_so_that_the_others_need_not() -> None:
+    # 22 came, of whom a tenth may wait longer: two. 24 s of work: the bound is 7.3 s, twice 14.5 s.
+    config = replace(CONFIG, age_factor=0.3, age_share=0.9, age_stretch=2.0)
+    router = _crowd(config, decode_tokens_hint=400)
     assert _who_is_next(router, 8.0) == "usual0"
-    router.handle(Left("usual0", Outcome.COMPLETED, 650), 14.5)
-    assert starts(router.tick(14.5))[0][0] == "huge"
+    router.handle(Left("usual0", Outcome.COMPLETED, 650), 14.6)
+    assert starts(router.tick(14.6))[0][0] == "huge"
+
+
+def test_nobody_waits_longer_before_enough_have_come() -> None:
+    # One in a hundred of 22 is nobody.
+    config = replace(CONFIG, age_factor=0.3, age_share=0.99, age_stretch=2.0)
+    assert _who_is_next(_crowd(config, decode_tokens_hint=400), 8.0) == "huge"
+
+
+def test_those_of_usual_size_never_wait_a_multiple() -> None:
+    # All are of one size, so that letting one wait would gain nothing.
+    config = replace(CONFIG, age_factor=0.3, age_share=0.9, age_stretch=2.0)
+    assert _who_is_next(_crowd(config, decode_tokens_hint=100), 8.0) == "huge"
+
+
+@pytest.mark.parametrize(
+    ("now_s", "first"),
+    [
+        pytest.param(27.0, "short", id="remembered: of the 10 s a wait of 2 s is little"),
+        pytest.param(41.0, "last", id="forgotten after twice the memory: 2 s is long"),
+    ],
+)
+def test_the_longest_wait_is_remembered_for_one_to_two_memories(now_s: float, first: str) -> None:
+    config = replace(CONFIG, age_memory_s=20.0)
+    router = _busy(config)  # a backlog of 10 s
+    for index in range(10):
+        router.handle(Left(f"long{index}", Outcome.CANCELLED), 0.1)
+    router.tick(0.2)
+    router.handle(ask("last", now_s - 2.0, decode_tokens_hint=100), now_s - 2.0)
+    router.handle(Progressed({"first": round((now_s - 2.0) / 0.01)}), now_s - 2.0)
+    router.tick(now_s - 2.0)
+    assert _who_is_next(router, now_s) == first
 
 
 @pytest.mark.parametrize("told_s", [0.005, 0.02])

@@ -1,0 +1,93 @@
+"""What a prompt costs those who decode beside it: learned from first tokens, then counted."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from service.control import (
+    ControlConfig,
+    FirstToken,
+    Kernel,
+    Left,
+    Outcome,
+    PriceConfig,
+    Progressed,
+    Router,
+)
+from service.control.token_pace import PromptPace
+from tests.control.driving import ask, router_with, spec, starts
+
+ITERATION_S = 0.01
+PROMPT_S = 0.0001
+CONFIG = ControlConfig(prices=PriceConfig(zero=True), age_bound_s=0.0, max_wait_s=1e6)
+
+
+def test_the_wait_for_a_first_token_tells_the_time_of_a_prompt_token() -> None:
+    pace = PromptPace()
+    rng = np.random.default_rng(0)
+    for tokens in rng.integers(10, 3000, 200).tolist():
+        pace.note(1, tokens, 0.02 + PROMPT_S * tokens + rng.uniform(0.0, ITERATION_S))
+    assert pace.prompt_s(3) == pytest.approx([0.0, PROMPT_S, 0.0], rel=0.05)
+
+
+def test_prompts_cost_nothing_where_first_tokens_come_as_fast_after_long_ones() -> None:
+    pace = PromptPace()
+    rng = np.random.default_rng(0)
+    for tokens in rng.integers(10, 3000, 200).tolist():
+        pace.note(0, tokens, rng.uniform(ITERATION_S, 2 * ITERATION_S))
+    assert pace.prompt_s(1)[0] < PROMPT_S / 50
+
+
+def test_a_worker_that_leaves_takes_its_pace_along() -> None:
+    pace = PromptPace()
+    for tokens in (100, 1000, 4000):
+        pace.note(1, tokens, PROMPT_S * tokens)
+    known = pace.prompt_s(2)[1]
+    pace.drop_worker(0)
+    assert pace.prompt_s(1) == pytest.approx([known])
+
+
+def _experienced(config: ControlConfig) -> tuple[Router, float]:
+    """One worker of four slots; prompts of two sizes have shown what a prompt token takes.
+
+    A hundred requests of 10 tokens, one after the other: the wait for the first token is an
+    iteration and the prompt, the others take an iteration each. Then four of 1,000 tokens start;
+    the time is that of their start.
+    """
+    router = router_with(config, spec("w0", batch_limit=4, kv=10**6, iteration_s=ITERATION_S))
+    now_s = 0.0
+    for index in range(100):
+        prompt, name = (100, 1100)[index % 2], f"taught{index}"
+        router.handle(ask(name, now_s, prompt, decode_tokens_hint=10), now_s)
+        router.tick(now_s)
+        now_s += ITERATION_S + PROMPT_S * prompt
+        router.handle(FirstToken(name), now_s)
+        now_s += 9 * ITERATION_S
+        router.handle(Progressed({name: 10}), now_s)
+        router.handle(Left(name, Outcome.COMPLETED, 10), now_s)
+    for index in range(4):
+        router.handle(ask(f"running{index}", now_s, 10, decode_tokens_hint=1000), now_s)
+    router.tick(now_s)
+    return router, now_s
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kernel", "first"),
+    [
+        pytest.param(10, Kernel.MIXED, "few", id="short prompts: the shorter answer goes first"),
+        pytest.param(500, Kernel.MIXED, "few", id="20 iterations of four slots: 20 + 20 < 60"),
+        pytest.param(1500, Kernel.MIXED, "many", id="60 slot-iterations: 20 + 60 > 60"),
+        pytest.param(1500, Kernel.DECODE_ONLY, "few", id="prompts computed elsewhere cost nothing"),
+    ],
+)
+def test_the_least_work_goes_first_its_prompt_included(
+    prompt: int, kernel: Kernel, first: str
+) -> None:
+    """A prompt token takes 0.0001 s, 0.01 iterations, from each of four slots: 0.04 of one's."""
+    router, now_s = _experienced(replace(CONFIG, kernel=kernel))
+    now_s += 1000 * ITERATION_S
+    router.handle(ask("few", now_s, prompt, decode_tokens_hint=20), now_s)
+    router.handle(ask("many", now_s, 10, decode_tokens_hint=60), now_s)
+    router.handle(Left("running0", Outcome.COMPLETED, 1000), now_s)
+    assert starts(router.tick(now_s)) == [(first, "w0")]
