@@ -145,7 +145,8 @@ class Ledger:
         for at in first.tolist():
             # Later tokens came with it where only the end was seen.
             alone = after[at] == 1
-            self._first_token(int(rows[at]), float(waited_s[at]) if alone else None)
+            started_s = float(table["started_s"][rows[at]])
+            self._first_token(int(rows[at]), now_s - started_s if alone else None)
         self._kv_tokens += sum_per_slot(worker, more[kept], self._kv_tokens.size)
         self._occupancy.touch_all(worker)
 
