@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from loadgen.experiments.cases import Case
-from loadgen.experiments.columns import KV_UTILISATION, PREEMPTIONS, SECOND_TABLE, UTILISATION
+from loadgen.experiments.columns import KV_UTILISATION, PREEMPTIONS, TAIL_TABLE, UTILISATION
 from loadgen.experiments.document import Chart, Claim, Document, Panel, Series, Verdict
 from loadgen.experiments.experiment import Experiment, Plan, Scale, evidence
 from loadgen.experiments.fleets import a100_fleet, period_control, unit_fleet
@@ -190,7 +190,7 @@ def _over(mine: Line, base: Line, key: str, results: Results) -> float:
 
 
 def _table(item: Yardstick, results: Results) -> Table:
-    columns = (*SECOND_TABLE, UTILISATION, KV_UTILISATION)
+    columns = (*TAIL_TABLE, UTILISATION, KV_UTILISATION)
     return tabulate(item.lines, TableSpec(item.title, columns, BASE), results)
 
 

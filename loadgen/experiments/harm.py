@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from loadgen.experiments.cases import Case
-from loadgen.experiments.columns import SECOND_TABLE
+from loadgen.experiments.columns import TAIL_TABLE
 from loadgen.experiments.document import Claim, Document, Verdict
 from loadgen.experiments.experiment import Experiment, Plan, Scale, evidence
 from loadgen.experiments.fleets import a100_fleet, with_pace_error
@@ -108,7 +108,7 @@ def _report(
         },
         seeds=scale.seeds,
         tables=tuple(
-            tabulate(item.lines, TableSpec(item.title, SECOND_TABLE, item.lines[0].label), results)
+            tabulate(item.lines, TableSpec(item.title, TAIL_TABLE, item.lines[0].label), results)
             for item in hardships
         ),
         claims=tuple(claims),

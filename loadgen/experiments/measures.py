@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from loadgen.simulation_records import SimulatedRequest, SimulationResult
 
+P999 = 99.9
 WINDOWS = 24
 """Equal pieces of the time of arrivals, for pictures over time."""
 
@@ -132,6 +133,8 @@ def _of_requests(
         for statistic, value in stats(samples).items():
             if isinstance(value, float):
                 values[f"{name}_{statistic}_s"] = value
+    if ttft_s:
+        values["ttft_p999_s"] = float(np.percentile(ttft_s, P999))
     return values
 
 
