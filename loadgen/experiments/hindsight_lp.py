@@ -22,6 +22,8 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
+from loadgen.experiments.rules import BUCKET_ITERATIONS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     FloatArray = npt.NDArray[np.float64]
     IntArray = npt.NDArray[np.int64]
 
-BUCKET_ITERATIONS = 10
 START_BUCKETS = 100
 GROUPS = (4, 32)
 """Buckets in one constraint: short spans see peaks, in long ones the least use is sharper."""

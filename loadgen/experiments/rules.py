@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from loadgen.cache_aware import CacheRule
-from loadgen.experiments.hindsight_lp import BUCKET_ITERATIONS
 from service.control.config import (
     AffinityConfig,
     ControlConfig,
@@ -20,6 +19,8 @@ from service.control.config import (
     Weights,
 )
 
+BUCKET_ITERATIONS = 10
+"""Of the linear program that bounds every policy (hindsight_lp.py)."""
 ROUND_ROBIN = "round_robin"
 PUBLISHED = "online_lp published"
 ZERO_PRICES = "published, zero prices"

@@ -96,7 +96,8 @@ async def test_every_policy_accounts_for_every_request(tmp_path: Path) -> None:
 async def test_an_interrupted_demo_stops_what_it_started(
     tmp_path: Path, sent: signal.Signals
 ) -> None:
-    process = await start_demo(tmp_path, "--duration-s", "60", "--policies", "round_robin")
+    flags = ("--workers", "1", "--duration-s", "60", "--policies", "round_robin")
+    process = await start_demo(tmp_path, *flags)
     await appears(tmp_path / "logs" / "router-round_robin.log")
     children = children_of(process.pid)
     process.send_signal(sent)

@@ -12,8 +12,10 @@ from service.control.config import Variant
 from service.control.router import Router
 
 
-@pytest.mark.parametrize("variant", list(Variant))
-@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize(
+    ("variant", "watched"),
+    [(Variant.FORWARD, True), (Variant.PUBLISHED, True), (Variant.FORWARD, False)],
+)
 def test_a_jump_of_the_rate_is_noticed_and_priced_anew__olp_table_2(
     variant: Variant, *, watched: bool
 ) -> None:

@@ -27,6 +27,12 @@ from tests.service.live import until
 WAIT_S = 30.0
 
 
+@pytest.fixture(autouse=True)
+def _files_are_looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change in the moment before the watch begins is only seen by the next look."""
+    monkeypatch.setattr("service.reload.LOOK_S", 0.5)
+
+
 def write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
