@@ -312,7 +312,7 @@ def _chart(traffics: Sequence[Traffic], results: Results) -> Chart:
             Panel(
                 kind="bars",
                 title=y_label,
-                x_label="",
+                x_label="traffic",
                 y_label="ratio" if compared else "%",
                 series=tuple(
                     Series(label, titles, _bars(traffics, label, key, results, compared=compared))

@@ -104,13 +104,13 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.tick_params(labelsize=8)
     for axis, log in ((axes.xaxis, panel.log_x), (axes.yaxis, panel.log_y)):
         if log:
-            _label_log(axis)
+            label_log(axis)
     axes.grid(visible=True, axis="both" if panel.kind != "bars" else "y", color=GRID, lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _label_log(axis: Axis) -> None:
+def label_log(axis: Axis) -> None:
     """Label 1, 2, 5 of every decade, or evenly where fewer than two of these are in sight."""
     low, high = axis.get_view_interval()
     if high / low < NARROW_LOG:

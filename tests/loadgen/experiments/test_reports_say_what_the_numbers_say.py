@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from loadgen.experiments import (
     affinity,
@@ -31,7 +33,7 @@ from loadgen.experiments.document import (
 from loadgen.experiments.experiment import Scale, finished
 from loadgen.experiments.judge import TIE, Comparison, Target, verdict
 from loadgen.experiments.lines import Line, pick
-from loadgen.experiments.pictures import draw_chart
+from loadgen.experiments.pictures import draw_chart, label_log
 from loadgen.experiments.recorded import RECORDINGS
 from loadgen.experiments.registry import all_experiments, choose
 from loadgen.experiments.render import read_documents, write_html, write_pages
@@ -129,6 +131,35 @@ def test_every_chart_can_be_drawn_and_is_small(tmp_path: Path) -> None:
         for chart in report(name, {PUBLISHED: 0.5}).charts:
             picture = draw_chart(chart, tmp_path)
             assert 2_000 < picture.stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_every_axis_says_what_it_shows(pages: Path, name: str) -> None:
+    for chart in read_document(pages / f"{name}.json").charts:
+        assert chart.title
+        assert all(panel.x_label and panel.y_label for panel in chart.panels)
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3])
+def test_long_names_are_broken_and_a_wide_legend_is_not_cut_off(
+    tmp_path: Path, panels: int
+) -> None:
+    names = tuple(f"group {n} with a long name (and more of it)" for n in range(5))
+    series = tuple(Series(f"a policy with a long name, {n}", names, (1.0,) * 5) for n in range(7))
+    panel = Panel(kind="bars", title="t", x_label="x", y_label="y", series=series, log_y=True)
+    pixels = imread(draw_chart(Chart("wide", "t", (panel,) * panels), tmp_path))[..., :3]
+    for edge in (pixels[:, 0], pixels[:, -1], pixels[0], pixels[-1]):
+        assert (edge == 1.0).all()
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.9, 1.1), (0.6, 2.0), (0.05, 20.0)])
+def test_a_log_axis_has_labels_however_little_it_spans(low: float, high: float) -> None:
+    axes = Figure().subplots()
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    label_log(axes.xaxis)
+    told = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert 3 <= len(told) <= 12
 
 
 def test_a_chart_with_holes_is_drawn(tmp_path: Path) -> None:
