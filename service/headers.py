@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias
 
+from service.errors import BadRequestError
+
 RawHeaders: TypeAlias = list[tuple[bytes, bytes]]
 
 DATA_PARALLEL_RANK: Final = b"x-data-parallel-rank"
@@ -47,6 +49,9 @@ def to_worker(headers: RawHeaders, *, streams: bool, drop_authorization: bool) -
         streams: whether the client asked for a stream.
         drop_authorization: whether the credentials were meant for bidgate, or the worker has its
             own.
+
+    Raises:
+        BadRequestError: a value is not UTF-8: the HTTP client can send no other bytes as they are.
     """
     dropped = _NOT_TO_WORKER | _named_in_connection(headers)
     if drop_authorization:
@@ -54,6 +59,9 @@ def to_worker(headers: RawHeaders, *, streams: bool, drop_authorization: bool) -
     if streams:
         dropped |= {b"accept-encoding"}
     kept = [(name, value) for name, value in headers if name not in dropped]
+    for name, value in kept:
+        if not value.isascii():
+            _check_utf8(name, value)
     if streams or all(name != b"accept-encoding" for name, _ in headers):
         kept.append((b"accept-encoding", b"identity"))
     return kept
@@ -72,6 +80,16 @@ def first(headers: RawHeaders, name: bytes) -> bytes | None:
         if key == name:
             return value
     return None
+
+
+def _check_utf8(name: bytes, value: bytes) -> None:
+    try:
+        value.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequestError(
+            f"the value of the header {name.decode('latin-1')} is not UTF-8; encode it, as in "
+            "percent-encoding"
+        ) from error
 
 
 def _named_in_connection(headers: RawHeaders) -> frozenset[bytes]:

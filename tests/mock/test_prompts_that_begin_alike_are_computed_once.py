@@ -8,9 +8,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.cli import make_app
 from service.mock.decode_model import DecodeWorker
 from service.mock.prefix_blocks import PrefixBlocks
 from service.mock.profiles import DecodeProfile
+from service.mock.serving import running_mock_workers
 from tests.mock.mock_client import in_process, unit_config
 
 AMPLE = 10_000
@@ -134,6 +136,24 @@ async def test_a_worker_without_the_cache_tells_of_none() -> None:
         usages = [await _usage(client, "once upon a time " * 20) for _ in range(2)]
         assert [usage.get("prompt_tokens_details") for usage in usages] == [None, None]
         assert await _counters(client) == (0, 0)
+
+
+@pytest.mark.parametrize("flag", ["--enable-prefix-caching", "--no-enable-prefix-caching"])
+async def test_the_command_has_vllms_flag(flag: str) -> None:
+    """A worker made from the flag keeps prompts, or does not; both say so."""
+    flags = ["mock-worker", flag, "--profile", "unit", "--time-scale", "100"]
+    _, bound, _ = make_app().parse_args(flags, exit_on_error=False, print_error=False)
+    on = not flag.startswith("--no-")
+    async with (
+        running_mock_workers([bound.arguments["options"].config()]) as (url,),
+        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,
+    ):
+        for _ in range(2):
+            await _usage(client, "once upon a time " * 20)
+        _, hits = await _counters(client)
+        page = (await client.get("/metrics")).text
+    assert (hits > 0) is on
+    assert f'enable_prefix_caching="{on}"' in page
 
 
 async def _usage(client: httpx.AsyncClient, prompt: str) -> dict[str, Any]:

@@ -112,7 +112,60 @@ async def test_a_rewritten_request_and_a_longer_error_arrive_whole() -> None:
         assert json.loads(worker.got[0].body) == {**BODY, "model": "m"}
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/v1/new/things"])
+PATHS = ["/v1/completions", "/v1/embeddings", "/v1/new/things"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_header_bytes_outside_ascii_pass_both_ways_as_they_are(path: str) -> None:
+    """UTF-8 to the worker, and any bytes, Latin-1 too, from it."""
+    utf8 = {"x-name": "J\u00f6rg \u6f22", "x-other": "\u00e9"}
+    latin1 = b"x-name: J\xf6rg \xe9\xff"
+
+    async def answer(request: Got) -> None:
+        told = whole(200, b"{}", "application/json", "x-name: HERE")
+        request.writer.write(told.replace(b"x-name: HERE", latin1))
+
+    worker = RawWorker(answer)
+    async with in_front_of(worker) as live:
+        head = [f"{name}: {value}" for name, value in utf8.items()]
+        body = json.dumps({**BODY, "input": "x"}).encode()
+        sent = ["host: x", "content-type: application/json", "connection: close", *head]
+        reader, writer = await raw(live, post(path, body, *sent))
+        seen = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    assert seen.startswith(b"HTTP/1.1 200")
+    assert latin1 in seen
+    for name, value in utf8.items():
+        assert [one.encode("latin-1") for one in worker.got[0].values(name)] == [value.encode()]
+
+
+@pytest.mark.parametrize(
+    "name", ["x-name", "user-agent", "x-session-id", "x-request-id", "traceparent", "tracestate"]
+)
+@pytest.mark.parametrize("path", PATHS)
+async def test_header_bytes_that_cannot_pass_are_refused_or_go_no_further(
+    path: str, name: str
+) -> None:
+    """Latin-1 to a worker: a 400 that names the header, or a header that is bidgate's to make."""
+    worker = RawWorker(echo)
+    async with in_front_of(worker) as live:
+        body = json.dumps({**BODY, "input": "x"}).encode()
+        text = post(path, body, "host: x", "content-type: application/json", "connection: close")
+        reader, writer = await raw(
+            live, text.replace(b"host: x", b"host: x\r\n" + name.encode() + b": J\xf6rg", 1)
+        )
+        status, _, rest = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n")
+        writer.close()
+        if worker.got:
+            assert status.startswith(b"HTTP/1.1 200")
+            assert not any("J" in value for value in worker.got[0].values(name))
+        else:
+            assert status.startswith(b"HTTP/1.1 400")
+            assert f"the header {name} is not UTF-8".encode() in rest
+    assert bool(worker.got) is (name == "x-request-id")
+
+
+@pytest.mark.parametrize("path", PATHS)
 async def test_headers_of_one_connection_stay_on_it(path: str) -> None:
     """T19, T37: hop-by-hop headers and what Connection names; the worker's own Host."""
 
