@@ -327,6 +327,11 @@ def _affinity_series(affinity: AffinityStats) -> Iterator[Metric]:
         ("held_tokens", "Prompt tokens believed to be in its prefix cache", affinity.held_tokens),
     ):
         yield _per_worker(f"worker_prefix_{name}", text, values)
+    yield _per_worker(
+        "worker_prompt_tokens_per_second",
+        "Pace at which its engine computes prompts, as learned",
+        affinity.prefill_tokens_per_s,
+    )
 
 
 def _tenant_series(tenants: Iterable[TenantStats]) -> Iterator[Metric]:

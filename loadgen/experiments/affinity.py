@@ -48,6 +48,8 @@ LIGHT_SHARE = 0.4
 """Requests of a reduced run at light load, over those of others: it takes so much longer."""
 SLACK = 1.02
 """What affinity may make worse, as a ratio."""
+LESS = 0.005
+"""So much less of all prompt tokens found counts as equal."""
 UNEVEN = 0.05
 """So much of all requests more than its equal share makes a worker hot."""
 STICKY_RULE = "sticky (longest cached prefix)"
@@ -162,18 +164,19 @@ def _ratio(traffic: Traffic, key: str, mine: str, base: str, results: Results) -
 
 
 def harm_claim(traffic: Traffic, results: Results) -> Claim:
-    """Judge whether affinity finds more and makes nothing worse."""
+    """Judge whether affinity finds no less and makes nothing worse."""
     hits, plain = (traffic.line(label).mean(HITS, results) for label in (FORWARD, AFFINITY_OFF))
     mean, p99, tokens = (
         _ratio(traffic, key, FORWARD, AFFINITY_OFF, results) for key in (MEAN, P99, TOKENS)
     )
     verdict = Verdict.NOT_REPRODUCED
-    if hits > plain and mean <= SLACK and tokens >= 1 / SLACK:
+    if hits >= plain - LESS and mean <= SLACK and tokens >= 1 / SLACK:
         verdict = Verdict.CONFIRMED if p99 <= SLACK else Verdict.CONDITIONS
     return Claim(
-        source=f"ours, affinity, {traffic.title}: worth it",
-        statement="With affinity engines find more of the prompts in their caches, and mean and "
-        f"p99 TTFT and tokens/s are no worse than without (beyond {100 * (SLACK - 1):.0f} %).",
+        source=f"ours, affinity, {traffic.title}: no harm",
+        statement="With affinity engines find no less of the prompts in their caches (beyond "
+        f"{100 * LESS:.1f} points), and mean and p99 TTFT and tokens/s are no worse than without "
+        f"(beyond {100 * (SLACK - 1):.0f} %).",
         verdict=verdict,
         evidence=f"hits {100 * hits:.1f} % against {100 * plain:.1f} %; mean TTFT x{mean:.2f}, "
         f"p99 x{p99:.2f}, tokens/s x{tokens:.3f}.",

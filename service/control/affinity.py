@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from service.control.prefix_cache import PrefixCache
+from service.control.prompt_pace import PromptPace
 from service.control.stats import AffinityStats
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ WINDOW_TOKENS = 1_000_000.0
 RATE_FLOOR = 0.02
 """Hit rates this small say nothing about each other's ratio."""
 CORRECTION_MIN, CORRECTION_MAX = 0.05, 2.0
-PENDING_MAX = 65_536
-"""Started prompts that are followed until their first token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,11 +40,13 @@ class Cached:
     Attributes:
         tokens: (n, g) prompt tokens of each waiting request that each worker is believed to hold.
         pending: (g,) prompt tokens started on each worker and not computed yet.
+        tokens_per_s: (g,) prompt tokens that each worker computes in a second, as learned.
         unswayed: to be filled by the policy: where a started row would have gone without reward.
     """
 
     tokens: FloatArray
     pending: FloatArray
+    tokens_per_s: FloatArray
     unswayed: dict[int, int] = field(default_factory=dict)
 
 
@@ -93,7 +94,7 @@ class Affinity:
     Row 0 of its matrix is that of every request without one.
     """
 
-    def __init__(self, fleet: FleetState, weight: float) -> None:
+    def __init__(self, fleet: FleetState, weight: float, prefill_tokens_per_s: float) -> None:
         self._fleet = fleet
         self._caches: dict[str, PrefixCache] = {}
         self._tallies: dict[str, _Tally] = {}
@@ -102,7 +103,7 @@ class Affinity:
         self._rows: FloatArray = np.zeros((FIRST_ROWS, 0))
         self._ids: tuple[str, ...] = ()
         self._stale: list[int] = []
-        self._pending: dict[str, tuple[str, float]] = {}
+        self._pace = PromptPace(prefill_tokens_per_s)
         self._prompt = self._with = self._without = 0
         self._shown: Cached | None = None
         self.on = weight > 0
@@ -133,15 +134,14 @@ class Affinity:
             return None
         self._follow_fleet()
         self._refresh()
-        pending = np.zeros(len(self._ids))
-        for worker_id, tokens in self._pending.values():
-            g = self._fleet.index.get(worker_id)
-            if g is not None:
-                pending[g] += tokens
-        self._shown = Cached(self._rows[rows], pending)
+        self._shown = Cached(
+            self._rows[rows],
+            self._pace.pending(self._ids),
+            self._pace.tokens_per_s(self._ids),
+        )
         return self._shown
 
-    def start(self, request: Request, worker: int, row: int) -> None:
+    def start(self, request: Request, worker: int, row: int, now_s: float) -> None:
         """A request that stood in a row of the last decision starts on a worker."""
         prefix = request.prefix
         if prefix is None or not self.on:
@@ -160,12 +160,21 @@ class Affinity:
         tally.fade()
         capacity = float(self._fleet.array("kv_capacity_tokens")[worker])
         self._caches[worker_id].hold(prefix, request.prompt_tokens, capacity)
-        if request.streams and len(self._pending) < PENDING_MAX:
-            self._pending[request.request_id] = (worker_id, request.prompt_tokens - held)
+        if request.streams and not self._fleet.decodes()[worker]:
+            left = request.prompt_tokens - held
+            self._pace.start(request.request_id, worker_id, left, now_s)
 
-    def computed(self, request_id: str) -> None:
-        """A started prompt is computed, or will never be."""
-        self._pending.pop(request_id, None)
+    def computed(self, request_id: str, now_s: float) -> None:
+        """A started request has its first token."""
+        g = self._fleet.index.get(self._pace.where(request_id))
+        if g is None:
+            self._pace.drop(request_id)
+            return
+        self._pace.computed(request_id, now_s, float(self._fleet.array("iteration_s")[g]))
+
+    def dropped(self, request_id: str) -> None:
+        """A started request is over; if its prompt was not computed it never will be."""
+        self._pace.drop(request_id)
 
     def answered(self, request: Request, worker: int, decode_tokens: int) -> None:
         """A request got its whole answer."""
@@ -177,6 +186,7 @@ class Affinity:
         """A worker is gone, down or was restarted: what it held is lost."""
         self._caches.pop(worker_id, None)
         self._tallies.pop(worker_id, None)
+        self._pace.forget(worker_id)
         self._ids = ()
 
     def take(self, worker_id: str, report: WorkerReport) -> None:
@@ -208,6 +218,7 @@ class Affinity:
             observed={name: t.hits / t.queries for name, t in tallies.items() if t.queries},
             guessed={name: t.guessed / t.prompt for name, t in tallies.items() if t.prompt},
             correction={name: tally.correction() for name, tally in tallies.items()},
+            prefill_tokens_per_s=dict(zip(ids, self._pace.tokens_per_s(ids).tolist(), strict=True)),
         )
 
     def _tokens(self, worker_id: str, request: Request) -> float:
@@ -249,6 +260,7 @@ class Affinity:
             del self._caches[gone]
         for gone in self._tallies.keys() - set(self._ids):
             del self._tallies[gone]
+            self._pace.forget(gone)
         self._rows = np.zeros((self._rows.shape[0], len(self._ids)))
         for row in self._held:
             self._guess(row)

@@ -149,7 +149,8 @@ class HandoffConfig:
     Attributes:
         prefill_tokens_max: a prefill worker gets no further prompt while so many tokens are sent to
             it and not answered; one engine batch (vLLM: --max-num-batched-tokens) keeps it busy.
-        prefill_tokens_per_s: first guess of a prefill worker's speed, replaced by measurement.
+        prefill_tokens_per_s: first guess of how fast a worker computes prompts, replaced by
+            measurement: of prefill workers, and of all others for affinity.
         lease_s: how long a prefill worker keeps KV memory that nobody fetches (vLLM's NIXL
             connector: kv_lease_duration, 30 s); it is charged to the worker for as long.
         transfer_s: how long KV memory stays charged to the prefill worker after its hand-over when

@@ -110,7 +110,7 @@ class Life:
         entry, worker = self.handoff.take(request_id), -1
         if entry is None:
             entry, worker, _ = self.ledger.end(request_id)
-            self.affinity.computed(request_id)
+            self.affinity.dropped(request_id)
             self.tenants.end(entry, 0, now_s)
         if worker >= 0:
             worker_id = worker_id or self.fleet.workers[worker].spec.worker_id
@@ -143,7 +143,7 @@ class Life:
             if decode_tokens is not None:
                 self.ledger.progress({request_id: decode_tokens}, now_s)
             entry, worker, seen = self.ledger.end(request_id)
-            self.affinity.computed(request_id)
+            self.affinity.dropped(request_id)
             if worker >= 0:
                 self.fleet.own_end(worker, entry.sequences, now_s)
             tokens = seen if decode_tokens is None else decode_tokens

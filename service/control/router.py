@@ -67,7 +67,9 @@ class Router:
             config.decode_tokens_default, config.decode_quantile
         )
         self._fleet = FleetState(config.handoff, config.slow_start_s)
-        self._affinity = Affinity(self._fleet, config.affinity.weight)
+        self._affinity = Affinity(
+            self._fleet, config.affinity.weight, config.handoff.prefill_tokens_per_s
+        )
         self._waiting = WaitingRoom(self._affinity)
         self._handoff = Handoff(config.handoff, self._fleet, self._waiting)
         self._ledger = Ledger(predictor)
@@ -111,7 +113,7 @@ class Router:
                 return self._life.arrive(request)
             case FirstToken(request_id):
                 self._ledger.progress({request_id: 1}, now_s)
-                self._affinity.computed(request_id)
+                self._affinity.computed(request_id, now_s)
                 self._fleet.prefill.fetched(request_id)
             case Progressed(decode_tokens):
                 self._ledger.progress(decode_tokens, now_s)
@@ -338,7 +340,7 @@ class Router:
             entry = self._waiting.remove(request_id)
             self._tenants.start(entry, self._fleet, now_s)
             self._ledger.start(entry, worker, now_s, first.ready_s)
-            self._affinity.start(entry.request, worker, row)
+            self._affinity.start(entry.request, worker, row, now_s)
             self._counters.starts += 1
             worker_id = self._fleet.workers[worker].spec.worker_id
             commands.append(Start(request_id, worker_id, first.prefill_id, first.handed))

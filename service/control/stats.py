@@ -88,6 +88,7 @@ class AffinityStats:
         queries, hits: prompt tokens that the engine looked up and found, since it joined.
         observed, guessed: hit rates of late, the engine's and ours before correction.
         correction: what guesses are multiplied by.
+        prefill_tokens_per_s: prompt tokens that a worker computes in a second, as learned.
     """
 
     prompt_tokens: int = 0
@@ -99,6 +100,7 @@ class AffinityStats:
     observed: dict[str, float] = field(default_factory=dict)
     guessed: dict[str, float] = field(default_factory=dict)
     correction: dict[str, float] = field(default_factory=dict)
+    prefill_tokens_per_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,11 @@ Starting request n on worker g takes, in iterations of everybody's latency,
                + pending_g / v * (beta + gamma)
                + 2 kappa o^_n a_g / B_g * beta
 
-s prompt tokens, c of them cached, v prompt tokens computed in one iteration's time, a sequences on
-the worker, B its slots, o^ the forecast. First its own prompt, which its client waits for and which
-holds up the a running ones; then the prompts before it; last the pace: an iteration of a full batch
-takes kappa longer than one of an empty one, for it and for the others.
+s prompt tokens, c of them cached, v prompt tokens that the worker computes in one iteration's time
+(prompt_pace.py learns them), a sequences on the worker, B its slots, o^ the forecast. First its own
+prompt, which its client waits for and which holds up the a running ones; then the prompts before
+it; last the pace: an iteration of a full batch takes kappa longer than one of an empty one, for it
+and for the others.
 
 The reward of a pair is what it saves against the cheapest worker without caches:
 
@@ -62,7 +63,7 @@ def sway(view: View, config: ControlConfig, workers: IntArray, normalizer: float
     tokens = cached.tokens[:, workers]
     active = fleet.outstanding[workers]
     pace_s = float(fleet.iteration_s.mean())
-    per_token = 1.0 / (config.handoff.prefill_tokens_per_s * pace_s)
+    per_token = 1.0 / (cached.tokens_per_s[workers] * pace_s)
     own = weights.e2e + weights.ttft
     others = weights.throughput + weights.e2e
     held_up = own + others * active

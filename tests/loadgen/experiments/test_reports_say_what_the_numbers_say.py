@@ -257,14 +257,14 @@ def test_prices_earn_their_place_only_where_something_is_better_and_nothing_wors
         (1.1, 0.6, Verdict.NOT_REPRODUCED),
     ],
 )
-def test_affinity_is_worth_it_only_where_it_finds_more_and_hurts_nothing(
+def test_affinity_is_harmless_only_where_it_finds_no_less_and_hurts_nothing(
     ours_s: float, hits: float, expected: Verdict
 ) -> None:
     plan = all_experiments()["affinity"].plan(SCALE)
     results = invented_results(plan.cases, {FORWARD: ours_s})
     for case, measured in results.items():
         measured.values["hit_rate"] = hits if case.rule.label == FORWARD else 0.3
-    judged = [claim for claim in plan.report(results).claims if claim.source.endswith("worth it")]
+    judged = [claim for claim in plan.report(results).claims if claim.source.endswith("no harm")]
     assert {claim.verdict for claim in judged} == {expected}
 
 
