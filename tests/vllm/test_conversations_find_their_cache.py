@@ -1,4 +1,7 @@
-"""Turns of conversations go where their prompts are cached, as vLLM's own counters say."""
+"""Turns of conversations go where their prompts are cached, as vLLM's own counters say.
+
+And where vLLM caches nothing, its counters make bidgate stop to believe in its guesses.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import logging
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.vllm.engine import client, completion, prompt_of, sample, settle, stream
-from tests.vllm.router import running_router, until_all_up
+from tests.vllm.router import running_router, until_all_up, worker_id
+from tests.vllm.workers import WorkerOptions, running_workers
 
 if TYPE_CHECKING:
     import httpx
@@ -78,3 +84,29 @@ async def test_vllm_hits_as_bidgate_guesses_and_more_than_without_affinity(fleet
     assert hit > plain + TOLERANCE, told
     assert guessed > without, told
     logging.getLogger(__name__).info(told)
+
+
+BELIEVED_AT_MOST = 0.6
+"""Of its guess, after some ten thousand prompt tokens of which the engine found none."""
+
+
+async def test_an_engine_without_prefix_caching_takes_the_reward_away(fleet: Fleet) -> None:
+    """The guess cannot know; the counters do. One engine of its own, beside the usual ones."""
+    if not fleet.owned:
+        pytest.skip("engines with other flags are started here only")
+    options = WorkerOptions(batch_limit=fleet.batch_limit, extra=("--no-enable-prefix-caching",))
+    with running_workers(1, options) as workers:
+        url = workers[0].url
+        flags = (*FLAGS, "--affinity.weight", "1")
+        with running_router((url,), batch_limit=fleet.batch_limit, flags=flags) as router:
+            async with client(router.url) as http, client(url) as engine:
+                await until_all_up(router, http, (url,))
+                await converse(http, fleet.model, salt=7000)
+                await converse(http, fleet.model, salt=7000)
+                await settle(engine)
+                told = await sample(engine)
+                page = await router.page(http)
+    believed = page("bidgate_worker_prefix_correction", worker_id(url))
+    assert not told.prefix_hits_total
+    assert page("bidgate_worker_prefix_guessed_rate", worker_id(url)) > BELIEVED_AT_MOST / 2
+    assert 0 < believed < BELIEVED_AT_MOST
