@@ -77,13 +77,14 @@ class Kind:
     """One kind of traffic.
 
     Attributes:
-        title: in words.
+        title: in words. short: the same in pictures.
         trace: of loads.py. piece_tokens: prompt tokens of one of its ids.
         arrivals: of loadgen.arrivals.
         shared: whether prompts have beginnings in common.
     """
 
     title: str
+    short: str
     trace: str
     piece_tokens: int = PIECE_TOKENS
     arrivals: str = "poisson"
@@ -95,12 +96,13 @@ class Traffic:
     """One kind of traffic at one load, under every rule.
 
     Attributes:
-        title: in words.
+        title: in words. short: the same in pictures.
         shared: whether prompts have beginnings in common.
         lines: one a rule.
     """
 
     title: str
+    short: str
     shared: bool
     lines: tuple[Line, ...]
 
@@ -122,14 +124,14 @@ def plan(scale: Scale) -> Plan:
         book.cache_aware(CacheRule(load_gap=SCALED_GAP), CACHE_AWARE_SCALED),
     )
     kinds = [
-        Kind("conversations", CONVERSATIONS),
-        Kind("hot system prompt", HOT_SYSTEM_PROMPT),
-        Kind("nothing shared", NOTHING_SHARED, shared=False),
+        Kind("conversations", "conv.", CONVERSATIONS),
+        Kind("hot system prompt", "hot", HOT_SYSTEM_PROMPT),
+        Kind("nothing shared", "nothing", NOTHING_SHARED, shared=False),
     ]
     recorded, skipped = find_recordings(scale.data, (MOONCAKE,))
     for title, trace in recorded.items():
         rebuilt = "" if trace.endswith(".jsonl") else ", block ids rebuilt"
-        kinds.insert(0, Kind(title + rebuilt, trace, BLOCK_TOKENS, "recorded"))
+        kinds.insert(0, Kind(title + rebuilt, "Moon.", trace, BLOCK_TOKENS, "recorded"))
     traffics = tuple(
         _traffic(kind, load, rules, scale)
         for kind in kinds
@@ -154,7 +156,12 @@ def _traffic(kind: Kind, load: float, rules: Sequence[Rule], scale: Scale) -> Tr
     )
     case = Case(load=sent, workers=fleet, rule=rules[0])
     seeds = scale.fewer_seeds if light else scale.seeds
-    return Traffic(f"{kind.title}, load {load:g}", kind.shared, lines_under(case, rules, seeds))
+    return Traffic(
+        title=f"{kind.title}, load {load:g}",
+        short=f"{kind.short} {load:g}",
+        shared=kind.shared,
+        lines=lines_under(case, rules, seeds),
+    )
 
 
 def _ratio(traffic: Traffic, key: str, mine: str, base: str, results: Results) -> float:
@@ -301,7 +308,7 @@ def _table(traffic: Traffic, results: Results) -> Table:
 
 def _chart(traffics: Sequence[Traffic], results: Results) -> Chart:
     labels = [item.label for item in traffics[0].lines if item.label != AFFINITY_OFF]
-    titles = tuple(traffic.title.replace(", load", "\nload") for traffic in traffics)
+    titles = tuple(traffic.short for traffic in traffics)
     panels = (
         (MEAN, "mean TTFT over that without affinity (log)", True),
         (P99, "p99 TTFT over that without affinity (log)", True),
