@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from service.control.prefix_cache import PrefixCache
-from service.control.prompt_pace import PromptPace
 from service.control.stats import AffinityStats
+from service.control.uncached_pace import UncachedPace
 
 if TYPE_CHECKING:
     from service.control.columns import FloatArray, IntArray
@@ -103,7 +103,7 @@ class Affinity:
         self._rows: FloatArray = np.zeros((FIRST_ROWS, 0))
         self._ids: tuple[str, ...] = ()
         self._stale: list[int] = []
-        self._pace = PromptPace(prefill_tokens_per_s)
+        self._pace = UncachedPace(prefill_tokens_per_s)
         self._prompt = self._with = self._without = 0
         self._shown: Cached | None = None
         self.on = weight > 0

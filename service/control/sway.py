@@ -7,10 +7,10 @@ Starting request n on worker g takes, in iterations of everybody's latency,
                + 2 kappa o^_n a_g / B_g * beta
 
 s prompt tokens, c of them cached, v prompt tokens that the worker computes in one iteration's time
-(prompt_pace.py learns them), a sequences on the worker, B its slots, o^ the forecast. First its own
-prompt, which its client waits for and which holds up the a running ones; then the prompts before
-it; last the pace: an iteration of a full batch takes kappa longer than one of an empty one, for it
-and for the others.
+(uncached_pace.py learns it), a sequences on the worker, B its slots, o^ the forecast. First its
+own prompt, which its client waits for and which holds up the a running ones; then those before it;
+last the pace: an iteration of a full batch takes kappa longer than one of an empty one, for it and
+for the others.
 
 The reward of a pair is what it saves against the cheapest worker without caches:
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.control import FirstToken, Left, Outcome, Role, Router, WorkerJoined, WorkerSpec
-from service.control.prompt_pace import OWN_ITERATIONS, PENDING_MAX, RATIO_MAX, PromptPace
+from service.control.uncached_pace import OWN_ITERATIONS, PENDING_MAX, RATIO_MAX, UncachedPace
 from tests.control.driving import ask, starts
 from tests.control.test_cached_prompts_draw_requests_until_a_worker_is_hot import (
     CONFIG,
@@ -17,7 +17,7 @@ TOLD = 10_000.0
 ITERATION_S = 0.02
 
 
-def compute(pace: PromptPace, worker_id: str, rate: float, *, prompts: int = 60) -> None:
+def compute(pace: UncachedPace, worker_id: str, rate: float, *, prompts: int = 60) -> None:
     """Let a worker compute prompts of many lengths one after the other."""
     for number in range(prompts):
         tokens, began_s = 300.0 + 40 * (number % 30), 10.0 * number
@@ -28,14 +28,14 @@ def compute(pace: PromptPace, worker_id: str, rate: float, *, prompts: int = 60)
 
 @pytest.mark.parametrize("rate", [800.0, 10_000.0, 90_000.0])
 def test_a_workers_own_pace_is_found_whatever_was_set(rate: float) -> None:
-    pace = PromptPace(TOLD)
+    pace = UncachedPace(TOLD)
     assert pace.tokens_per_s(["w0"]) == pytest.approx([TOLD])
     compute(pace, "w0", rate)
     assert pace.tokens_per_s(["w0"]) == pytest.approx([rate], rel=0.1)
 
 
 def test_workers_differ_and_a_new_one_is_taken_for_one_like_the_others() -> None:
-    pace = PromptPace(TOLD)
+    pace = UncachedPace(TOLD)
     compute(pace, "slow", 2_000.0)
     compute(pace, "fast", 20_000.0)
     slow, fast, new = pace.tokens_per_s(["slow", "fast", "new"])
@@ -46,14 +46,14 @@ def test_workers_differ_and_a_new_one_is_taken_for_one_like_the_others() -> None
 
 
 def test_a_pace_that_changes_is_followed() -> None:
-    pace = PromptPace(TOLD)
+    pace = UncachedPace(TOLD)
     compute(pace, "w0", 20_000.0, prompts=300)
     compute(pace, "w0", 5_000.0, prompts=300)
     assert pace.tokens_per_s(["w0"])[0] == pytest.approx(5_000.0, rel=0.15)
 
 
 def test_absurd_times_stay_within_bounds() -> None:
-    pace = PromptPace(TOLD)
+    pace = UncachedPace(TOLD)
     for number in range(100):
         pace.start(f"r{number}", "w0", 5000.0, 0.0)
         pace.computed(f"r{number}", 1e9, ITERATION_S)
@@ -65,7 +65,7 @@ def test_absurd_times_stay_within_bounds() -> None:
 
 
 def test_short_prompts_and_those_behind_others_tell_nothing() -> None:
-    pace = PromptPace(TOLD)
+    pace = UncachedPace(TOLD)
     pace.start("short", "w0", 20.0, 0.0)
     pace.computed("short", 5.0, ITERATION_S)
     pace.start("first", "w0", 1000.0, 10.0)
@@ -78,7 +78,7 @@ def test_short_prompts_and_those_behind_others_tell_nothing() -> None:
 
 
 def test_what_is_followed_has_a_bound() -> None:
-    pace = PromptPace(TOLD)
+    pace = UncachedPace(TOLD)
     for number in range(PENDING_MAX + 10):
         pace.start(str(number), "w0", 1.0, 0.0)
     assert pace.pending(["w0"])[0] == PENDING_MAX

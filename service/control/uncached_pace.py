@@ -3,7 +3,8 @@
 A prompt counts from its start until its first token. That time, less what a decode iteration takes
 anyway, tells the worker's pace, where no other prompt of ours was being computed there at the start
 and this one is long enough. Where little was seen a worker is taken for one like the others, and
-where nothing was, the pace is the one that was set.
+where nothing was, the pace is the one that was set. token_pace.py learns by whole prompts what they
+cost all others; here only what a cache does not hold counts, else hits would look like speed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Seen:
     pending: float = 0.0
 
 
-class PromptPace:
+class UncachedPace:
     """Prompts that are being computed, by request, and what was seen of each worker.
 
     Args:
