@@ -38,9 +38,9 @@ class Scale:
         """Requests of the experiments that need less, in reduced grids."""
         return self.requests if self.full else max(4, round(FEWER * self.requests))
 
-    def times(self, factor: int) -> int:
+    def times(self, factor: float) -> int:
         """Requests of an experiment that looks at tails, so many times as many in reduced grids."""
-        return self.requests if self.full else factor * self.requests
+        return self.requests if self.full else round(factor * self.requests)
 
     @property
     def fewer_seeds(self) -> tuple[int, ...]:

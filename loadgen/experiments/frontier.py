@@ -38,7 +38,7 @@ FACTORS, FACTORS_FULL = (0.8, 1.2), (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
 AGES_S, AGES_FULL_S = (2.0, 4.0), (1.0, 2.0, 3.0, 4.0, 5.0, 8.0)
 MEAN, P99 = "ttft_mean_s", "ttft_p99_s"
 BATCH_LIMIT = 32
-LONGER, MEMORY_LONGER = 4, 2
+LONGER, MEMORY_LONGER = 3, 2
 """Times as many requests as elsewhere: a p99 of a backlog that has grown. Where KV memory binds a
 request costs three times the processor time, and preemptions show sooner."""
 AMPLE_KV, TIGHT_KV = 40_000, 5_400

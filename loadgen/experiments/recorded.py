@@ -128,7 +128,7 @@ def _report(
             "prefix cache": "none in the model, so Mooncake's shared prefixes are computed again",
             "bound": f"{TTFT_BOUND_S:g} s to the first token",
         },
-        seeds=scale.fewer_seeds,
+        seeds=scale.seeds,
         tables=tuple(item.table((*SECOND_TABLE, UTILISATION), results) for item in comparisons),
         charts=charts,
         skipped=skipped,

@@ -45,7 +45,7 @@ POINTS = ((2.0, 0.9), (2.0, 0.0), (4.0, 0.0), (10.0, 0.0))
 NO_PRICES = "online_lp forward, zero prices"
 TOKENS_SLACK, TAIL_CUT = 0.98, 0.6
 BOUND_PERIODS = 49
-LONGER = 2
+LONGER = 1.5
 """Times as many requests as elsewhere."""
 PERIODS_PER_REQUEST = 2
 """The time of arrivals is this many periods times the usual number of requests."""

@@ -134,6 +134,16 @@ def test_every_chart_can_be_drawn_and_is_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SIMULATED)
+def test_a_page_names_the_seeds_that_ran(tmp_path: Path, name: str) -> None:
+    trace = tmp_path / "azure2023_code.csv.gz"
+    trace.write_bytes(gzip.compress(b"arrival_s,prompt_tokens,output_tokens\n0,40,8\n1,40,8\n"))
+    scale = replace(SCALE, data=tmp_path)
+    document = report(name, {}, scale)
+    ran = {case.load.seed for case in all_experiments()[name].plan(scale).cases}
+    assert ran == set(document.seeds) or any("seeds" in told for told in document.setting.values())
+
+
+@pytest.mark.parametrize("name", SIMULATED)
 def test_every_axis_says_what_it_shows(pages: Path, name: str) -> None:
     for chart in read_document(pages / f"{name}.json").charts:
         assert chart.title
