@@ -60,6 +60,22 @@ def test_a_request_goes_first_after_its_share_of_the_backlog(
     assert _who_is_next(_busy(replace(CONFIG, age_factor=factor)), now_s) == first
 
 
+@pytest.mark.parametrize(("now_s", "first"), [(1.6, "short"), (1.8, "long0")])
+def test_where_kv_memory_binds_the_backlog_drains_in_the_slots_that_fit(
+    now_s: float, first: str
+) -> None:
+    # 1,000 KV tokens; each of ten holds 100 + 50 on average and 200 at its end, half of which the
+    # head of a queue leaves unused: (1,000 - 100) / 150 = 6 slots. Ten of 100 tokens and a prefill
+    # are 1,010 steps of 0.01 s in 6 slots: 1.68 s.
+    router = router_with(CONFIG, spec("w0", batch_limit=10, kv=1000, iteration_s=0.01))
+    router.handle(ask("first", prompt=940, decode_tokens_hint=50), 0.0)
+    router.tick(0.0)
+    for index in range(10):
+        router.handle(ask(f"long{index}", prompt=100, decode_tokens_hint=100), 0.0)
+    router.tick(0.0)
+    assert _who_is_next(router, now_s) == first
+
+
 def test_the_bound_never_falls_below_its_floor() -> None:
     config = replace(CONFIG, age_factor=0.001, age_floor_s=2.0)
     assert _who_is_next(_busy(config), 1.9) == "short"
