@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from loadgen.array_memory import array_bytes
 from loadgen.busy_router import BusyRouter, busy_router
-from loadgen.cpu import processors
 from loadgen.lmsys_like import sample_lengths
 from loadgen.published_loop import LoopRequest, LoopSettings, PublishedLoop
 from service.control import ControlConfig
@@ -53,6 +53,11 @@ class Durations:
         self.cpu_s.append(time.thread_time() - self._began[1])
         self.wall_s.append(time.perf_counter() - self._began[0])
 
+    def add_since(self, began: tuple[float, float]) -> None:
+        """Count what was done since some readings of both clocks into the last time."""
+        self.wall_s[-1] += time.perf_counter() - began[0]
+        self.cpu_s[-1] += time.thread_time() - began[1]
+
     def p50_ms(self) -> float | None:
         """Median wall time, or None when nothing was measured."""
         return float(np.quantile(self.wall_s, 0.5)) * MS if self.wall_s else None
@@ -73,8 +78,11 @@ class Case:
 
     Attributes:
         decision: Router.tick. booking: handling the events of a tick, and asking for the timer.
-        refresh: price problem, solution and adoption. loop: one tick of the published method.
-        refresh_peak_mb: memory a refresh adds at most, history and prices included.
+        refresh: price problem, solution and adoption. refresh_loop: of that, what a live router
+            does on the event loop's thread. loop: one tick of the published method.
+        price_state_mb: arrays of the history and of the prices.
+        refresh_peak_mb: memory that a refresh adds at most.
+        router_arrays_mb: all arrays of the router, those of the history and the prices included.
         process_mb: what the whole state added to the process.
         starts: requests started while decisions were measured.
     """
@@ -84,8 +92,11 @@ class Case:
     decision: Durations = field(default_factory=Durations)
     booking: Durations = field(default_factory=Durations)
     refresh: Durations = field(default_factory=Durations)
+    refresh_loop: Durations = field(default_factory=Durations)
     loop: Durations = field(default_factory=Durations)
+    price_state_mb: float = 0.0
     refresh_peak_mb: float = 0.0
+    router_arrays_mb: float = 0.0
     process_mb: float = 0.0
     starts: int = 0
 
@@ -99,9 +110,13 @@ class Case:
             **self.decision.summary("decision"),
             **self.booking.summary("booking"),
             **self.refresh.summary("refresh"),
+            **self.refresh_loop.summary("refresh_loop"),
             "published_loop_p50_ms": loop_ms,
             "ratio": None if loop_ms is None or not ours_ms else loop_ms / ours_ms,
+            "price_state_mb": self.price_state_mb,
             "refresh_peak_mb": self.refresh_peak_mb,
+            "price_memory_mb": self.price_state_mb + self.refresh_peak_mb,
+            "router_arrays_mb": self.router_arrays_mb,
             "process_mb": self.process_mb,
             "ticks": len(self.decision.wall_s),
             "refreshes": len(self.refresh.wall_s),
@@ -121,11 +136,6 @@ def measure_case(workers: int, waiting: int, config: ControlConfig, seed: int) -
     if workers * waiting <= LOOP_PAIRS_MAX:
         _measure_loop(case, config, seed)
     return case
-
-
-def machine() -> dict[str, JsonValue]:
-    """Where it ran: processors, and how busy they were with other work when it began."""
-    return {"processors": processors(), "load_average": os.getloadavg()[0]}
 
 
 def _measure_decisions(case: Case, busy: BusyRouter) -> None:
@@ -154,17 +164,35 @@ def _measure_refreshes(case: Case, busy: BusyRouter, config: ControlConfig) -> N
     due_s = config.prices.refresh_s
     for count in range(REFRESHES_MAX + WARM_UP):
         if count == WARM_UP:
-            case.refresh = Durations()
+            case.refresh, case.refresh_loop = Durations(), Durations()
         if time.monotonic() > until_s and count > WARM_UP + 2:
             break
         busy.handle(busy.decode_everywhere())
         busy.handle(busy.events())
         busy.obey(router.tick(busy.now_s))
         busy.now_s += due_s
-        with case.refresh:
+        _refresh(case, busy)
+    _measure_memory(case, busy)
+
+
+def _refresh(case: Case, busy: BusyRouter) -> None:
+    """Refresh prices once, as a live router does; its thread's part is all but the loop's."""
+    router = busy.router
+    with case.refresh:
+        with case.refresh_loop:
             problem = router.price_problem(busy.now_s)
-            if problem is not None:
-                router.adopt(problem.solve(), busy.now_s)
+        if problem is None:
+            return
+        solution = problem.solve()
+        began = time.perf_counter(), time.thread_time()
+        router.adopt(solution, busy.now_s)
+        case.refresh_loop.add_since(began)
+
+
+def _measure_memory(case: Case, busy: BusyRouter) -> None:
+    router = busy.router
+    case.price_state_mb = array_bytes(router.policy) * MB
+    case.router_arrays_mb = array_bytes(router) * MB
     busy.now_s += 1.0
     tracemalloc.start()
     problem = router.price_problem(busy.now_s)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from service.control.events import Command, Event, Request, WorkerSpec
-    from service.control.prices import PriceProblem, PriceSolution
+    from service.control.prices import PriceSnapshot, PriceSolution
 
 
 class PushAtOnce(ABC):
@@ -107,7 +107,7 @@ class PushAtOnce(ABC):
         """Nothing ever waits here."""
         return None
 
-    def price_problem(self, now_s: float) -> PriceProblem | None:
+    def price_problem(self, now_s: float) -> PriceSnapshot | None:
         """There are no prices."""
         return None
 

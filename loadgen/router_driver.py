@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from loadgen.virtual_time import VirtualTime
     from service.control.events import Command, Event
-    from service.control.prices import PriceProblem, PriceSolution
+    from service.control.prices import PriceSnapshot, PriceSolution
 
 TICKS_AT_ONCE_MAX = 1000
 """Decisions without time passing; more means that a controller starts in a circle."""
@@ -36,7 +36,7 @@ class Controller(Protocol):
     def next_tick_s(self, now_s: float) -> float | None:
         """When a timer tick is wanted."""
 
-    def price_problem(self, now_s: float) -> PriceProblem | None:
+    def price_problem(self, now_s: float) -> PriceSnapshot | None:
         """A price refresh, if one is due."""
 
     def adopt(self, solution: PriceSolution, now_s: float) -> None:

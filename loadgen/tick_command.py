@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.bench_tick import CASES, Case, machine, measure_case
+from loadgen.bench_tick import CASES, Case, measure_case
+from loadgen.cpu import CpuMeter, processors
 from loadgen.live import command_line
 from loadgen.summary import SUMMARY_FILE, write_json
+from loadgen.tick_page import page
 from service.control.config import ControlConfig
 
 if TYPE_CHECKING:
@@ -27,13 +30,21 @@ COLUMNS = (
 )
 
 
-def tick(*, out: Path = Path("out/bench/tick"), cases: int = len(CASES), seed: int = 0) -> int:
+def tick(
+    *,
+    out: Path = Path("out/bench/tick"),
+    docs: Path | None = None,
+    cases: int = len(CASES),
+    seed: int = 0,
+) -> int:
     """Measure decisions and price refreshes beside the published method in plain loops.
 
     Parameters
     ----------
     out
         Directory for summary.json.
+    docs
+        Page to write: the table, the aims, growth and memory.
     cases
         How many of the sizes, smallest first; all five take about two minutes.
     seed
@@ -41,15 +52,23 @@ def tick(*, out: Path = Path("out/bench/tick"), cases: int = len(CASES), seed: i
     """
     if not 1 <= cases <= len(CASES):
         raise ValueError(f"cases must be in 1..{len(CASES)}, got {cases}")
-    where, console = machine(), Console()
+    load_average, meter, console = os.getloadavg()[0], CpuMeter.start(()), Console()
     measured: list[Case] = []
     for workers, waiting in CASES[:cases]:
         with console.status(f"{workers} workers, {waiting} waiting"):
             measured.append(measure_case(workers, waiting, ControlConfig(), seed))
     summaries: list[JsonValue] = [case.summary() for case in measured]
+    summary: dict[str, JsonValue] = {
+        "command": command_line(),
+        "processors": processors(),
+        "load_average": load_average,
+        "others_share": meter.others_share(),
+        "cases": summaries,
+    }
     out.mkdir(parents=True, exist_ok=True)
-    summary: dict[str, JsonValue] = {"command": command_line(), **where, "cases": summaries}
     write_json(summary, out / SUMMARY_FILE)
+    if docs is not None:
+        docs.write_text(page(summary), encoding="utf-8")
     console.print(_table(measured))
     return 0
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from service.control.config import ControlConfig
-    from service.control.prices import PriceProblem, PriceSolution
+    from service.control.prices import PriceSnapshot, PriceSolution
     from service.control.router import Router
     from service.queue_stats import QueueConfig
     from service.trace import Trace
@@ -56,7 +56,7 @@ class Refresher(Protocol):
     def busy(self) -> bool:
         """Whether a problem is being solved."""
 
-    def solve(self, problem: PriceProblem, adopt: Callable[[PriceSolution], None]) -> None:
+    def solve(self, problem: PriceSnapshot, adopt: Callable[[PriceSolution], None]) -> None:
         """Solve, then call adopt on the loop; at once or later."""
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from structlog.typing import FilteringBoundLogger
 
-    from service.control.prices import PriceProblem, PriceSolution
+    from service.control.prices import PriceSnapshot, PriceSolution
 
     Adopt = Callable[[PriceSolution], None]
 
@@ -25,7 +25,7 @@ class InlineRefresher:
 
     busy = False
 
-    def solve(self, problem: PriceProblem, adopt: Adopt) -> None:
+    def solve(self, problem: PriceSnapshot, adopt: Adopt) -> None:
         """Solve and adopt before returning."""
         adopt(problem.solve())
 
@@ -40,7 +40,7 @@ class ThreadRefresher:
     def __init__(self, log: FilteringBoundLogger) -> None:
         self.failures = 0
         self._log = log
-        self._inbox: asyncio.Queue[tuple[PriceProblem, Adopt]] = asyncio.Queue(maxsize=1)
+        self._inbox: asyncio.Queue[tuple[PriceSnapshot, Adopt]] = asyncio.Queue(maxsize=1)
         self._solving = False
 
     @property
@@ -48,7 +48,7 @@ class ThreadRefresher:
         """Whether a problem waits or is being solved."""
         return self._solving or self._inbox.full()
 
-    def solve(self, problem: PriceProblem, adopt: Adopt) -> None:
+    def solve(self, problem: PriceSnapshot, adopt: Adopt) -> None:
         """Take a problem; only when not busy."""
         self._inbox.put_nowait((problem, adopt))
 
@@ -64,7 +64,7 @@ class ThreadRefresher:
                     self._solving = False
 
     async def _refresh(
-        self, thread: ThreadPoolExecutor, problem: PriceProblem, adopt: Adopt
+        self, thread: ThreadPoolExecutor, problem: PriceSnapshot, adopt: Adopt
     ) -> None:
         loop = asyncio.get_running_loop()
         try:

@@ -22,7 +22,7 @@ from service.control.events import (
 
 if TYPE_CHECKING:
     from service.control.events import Command, Event
-    from service.control.prices import PriceProblem, PriceSolution
+    from service.control.prices import PriceSnapshot, PriceSolution
     from service.control.router import Router
 
 FIRST_TIER = "interactive"
@@ -80,7 +80,7 @@ class PriorityReserve:
         """When the router wants a timer tick; held requests wait for events."""
         return self._router.next_tick_s(now_s)
 
-    def price_problem(self, now_s: float) -> PriceProblem | None:
+    def price_problem(self, now_s: float) -> PriceSnapshot | None:
         """Whatever the router asks."""
         return self._router.price_problem(now_s)
 

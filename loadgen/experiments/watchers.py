@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from loadgen.router_driver import Controller
     from loadgen.simulation_config import SimulatedWorker
     from service.control.events import Command, Event
-    from service.control.prices import PriceProblem, PriceSolution
+    from service.control.prices import PriceSnapshot, PriceSolution
     from service.control.router import Router
 
 SAMPLE_S = 0.25
@@ -81,7 +81,7 @@ class TickTimer:
         """Pass on."""
         return self._controller.next_tick_s(now_s)
 
-    def price_problem(self, now_s: float) -> PriceProblem | None:
+    def price_problem(self, now_s: float) -> PriceSnapshot | None:
         """Pass on; a problem is solved once more to measure it."""
         problem = self._controller.price_problem(now_s)
         if problem is not None:

@@ -38,7 +38,7 @@ from service.control.events import (
     WorkerSpec,
     WorkerState,
 )
-from service.control.prices import PriceProblem, PriceSolution
+from service.control.prices import PriceProblem, PriceSnapshot, PriceSolution
 from service.control.router import Router
 from service.control.stats import AffinityStats, PrefillStats, RouterStats, WorkerStats
 
@@ -62,6 +62,7 @@ __all__ = [
     "Prefix",
     "PriceConfig",
     "PriceProblem",
+    "PriceSnapshot",
     "PriceSolution",
     "Progressed",
     "RateConfig",

@@ -49,6 +49,8 @@ class AgedStarts:
     ) -> list[Pair]:
         """Start at most so many, oldest first; reserve room for the first few that fit nowhere."""
         pairs: list[Pair] = []
+        if not rows.size:
+            return pairs
         reserved = 0
         oldest_first = rows[np.lexsort((view.waiting.order[rows], -view.age_s()[rows]))]
         for place, row in enumerate(oldest_first.tolist()):
@@ -93,7 +95,7 @@ class AgedStarts:
 
 def start_beside(view: View, columns: Columns, room: Room, rows: IntArray, most: int) -> list[Pair]:
     """Start those aged requests, oldest first, that fit beside what is reserved."""
-    allowed = view.waiting.allowed(room.workers)[rows]
+    allowed = view.waiting.allowed(room.workers, rows)
     age = view.age_s()[rows]
     candidates = Candidates(
         columns.take(rows),

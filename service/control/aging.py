@@ -15,6 +15,7 @@ import numpy as np
 
 from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.config import ControlConfig
+from service.control.tiers import levels
 from service.control.view import View
 
 HEAD_UNUSED = 0.5
@@ -100,7 +101,7 @@ class AgeRule:
             return np.full(tier.size, config.age_bound_s)
         self._turn(view)
         bounds = np.empty(tier.size)
-        for level in np.unique(tier).tolist():
+        for level in levels(tier):
             wait_s = drain_s(view, tier >= level, work)
             self._new.peak_s[level] = max(self._new.peak_s.get(level, 0.0), wait_s)
             peak_s = max(self._new.peak_s[level], self._old.peak_s.get(level, 0.0))

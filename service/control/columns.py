@@ -127,6 +127,8 @@ def in_whole_blocks(columns: Columns, block_tokens: FloatArray, horizon: Horizon
     q = float(horizon.bucket_iterations)
     if block_tokens.size > 1 and block_tokens.min() == block_tokens.max():
         block_tokens = block_tokens[:1]
+    if block_tokens.size == 1:
+        return _in_equal_blocks(columns, float(block_tokens[0]), q)
     aligned = (np.remainder(q, block_tokens) == 0) & (block_tokens > 1)
     spare = block_tokens - 1.0
     steps = columns.steps
@@ -141,6 +143,24 @@ def in_whole_blocks(columns: Columns, block_tokens: FloatArray, horizon: Horizon
         start=columns.start,
         steps=steps,
         footprint=columns.footprint + spare,
+        sequences=columns.sequences,
+    )
+
+
+def _in_equal_blocks(columns: Columns, block_tokens: float, q: float) -> Columns:
+    """`in_whole_blocks` where all blocks have one size."""
+    if block_tokens <= 1 or q % block_tokens:
+        steps, footprint = columns.steps, columns.footprint + (block_tokens - 1.0)
+    else:
+        tokens_at_edge = columns.footprint - columns.start
+        spare = np.ceil(tokens_at_edge / block_tokens) * block_tokens - tokens_at_edge
+        steps = np.ceil((columns.start + columns.steps) / q) * q - columns.start
+        footprint = columns.footprint + spare
+    return Columns(
+        worker=columns.worker,
+        start=columns.start,
+        steps=steps,
+        footprint=footprint,
         sequences=columns.sequences,
     )
 
@@ -318,6 +338,27 @@ class PrefixPrices:
         cost *= columns.sequences
         cost[span.last <= span.first] = 0.0
         return cost
+
+    def cost_of_starts(self, columns: Columns) -> FloatArray:
+        """`cost_on_every_worker` of n columns that all start with the look-ahead, at less cost.
+
+        Returns:
+            (n, g) the same numbers to the last bit.
+        """
+        if self.sums.shape[2] == 1:
+            return np.zeros((columns.steps.size, self.sums.shape[1]))
+        q = self.horizon.bucket_iterations
+        last = np.ceil(np.minimum(columns.steps, self.horizon.iterations) / q)
+        end = np.minimum(columns.steps, last * q)
+        index = last.astype(np.int64)
+        before = index - 1
+        cost, kv = self.sums[:2].take(index, axis=2, mode="clip")
+        kv *= columns.footprint
+        cost += kv
+        cost += self.sums[2].take(before, axis=1, mode="clip")
+        cost += self.kv_price.take(before, axis=1, mode="clip") * end
+        cost *= columns.sequences
+        return np.asarray(cost.T)
 
     def cost_on_every_worker(self, columns: Columns) -> FloatArray:
         """Price n columns on all g workers.

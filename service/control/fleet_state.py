@@ -102,6 +102,7 @@ class FleetState:
     Attributes:
         workers: the workers. index: their place by id. worker_ids: their ids in order.
         prefill: the prefill workers, which have no index.
+        decoders: how many are decode workers.
         version: grows whenever it changes which workers are up, which models they serve, or what
             an empty one can hold.
     """
@@ -114,6 +115,7 @@ class FleetState:
         self.index: dict[str, int] = {}
         self.worker_ids: tuple[str, ...] = ()
         self.version = 0
+        self.decoders = 0
         self._numbers: dict[str, FloatArray] = {}
         self._up: BoolArray = np.zeros(0, dtype=np.bool_)
         self._decodes: BoolArray = np.zeros(0, dtype=np.bool_)
@@ -284,6 +286,8 @@ class FleetState:
 
     def engine_queue_empty(self, now_s: float) -> BoolArray:
         """(g,) no recent report of requests waiting inside the engine."""
+        if not np.count_nonzero(self._numbers["engine_waiting"]):
+            return np.ones(len(self.workers), dtype=np.bool_)
         stale = now_s - self._numbers["reported_at_s"] > WAITING_TRUST_S
         return np.asarray((self._numbers["engine_waiting"] == 0) | stale)
 
@@ -305,6 +309,7 @@ class FleetState:
             self._numbers[name] = values
         self._up = self._states()
         decodes = [worker.spec.role is Role.DECODE for worker in self.workers]
+        self.decoders = sum(decodes)
         self._decodes = np.array(decodes, dtype=np.bool_)
         self._decodes.flags.writeable = False
         self._model_rows.clear()

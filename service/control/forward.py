@@ -13,31 +13,42 @@ What differs from the paper, and why (docs/decisions.md has the measurements):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from service.control.aged import AgedStarts
 from service.control.aging import LARGE_SHARE, AgeRule
-from service.control.assign import NO_LIMIT, Candidates, admit_balanced, levelled, preferred
+from service.control.assign import (
+    BLOCK,
+    NO_LIMIT,
+    Candidates,
+    admit_balanced,
+    levelled,
+    preferred,
+)
 from service.control.columns import (
+    BoolArray,
     Columns,
     FloatArray,
+    Horizon,
     IntArray,
-    PrefixPrices,
     Usage,
-    service_steps,
 )
 from service.control.config import ControlConfig
-from service.control.prices import History, PriceProblem, PriceSolution
-from service.control.pricing import expected_arrivals, mean_prices, normalizer, waiting_reward
+from service.control.foremost import Foremost, foremost
+from service.control.prices import History, PriceProblem, PriceSnapshot, PriceSolution, PriceSums
+from service.control.pricing import expected_arrivals, mean_prices, normalizer
 from service.control.published import kv_scale, scarcity
 from service.control.rate import RateShift
 from service.control.room import Room
+from service.control.standing import Standing
 from service.control.sway import sway, unswayed
-from service.control.tiers import TIERS_MAX, SeenArrivals, startable, tiers
-from service.control.view import Pair, View
+from service.control.tiers import TIERS_MAX, SeenArrivals, levels, startable, tiers
+from service.control.view import FleetView, Pair, View
 
+FEW = 8
+"""So many arrivals are quicker noted one by one."""
 OVERDUE_SHARE = 0.25
 """Starts of lower tiers' requests that waited age_bound_s, for each start of the others."""
 OVERDUE_CREDIT_MAX = 8.0
@@ -45,10 +56,16 @@ OVERDUE_CREDIT_MAX = 8.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asking:
-    """Waiting rows that ask for a start, with everybody's columns and rewards, and how many may."""
+    """Waiting rows that ask for a start, and how many may; with everybody's numbers.
+
+    Attributes:
+        columns, rewards: (n,) of starting now. cost: (n,) the least it can be.
+        rows: who asks. most: how many may start.
+    """
 
     columns: Columns
     rewards: FloatArray
+    cost: FloatArray
     rows: IntArray
     most: int
 
@@ -64,8 +81,9 @@ class ForwardLp:
         self._aged = AgedStarts()
         self._overdue_credit = 1.0
         self._last_recorded = 0
+        self._standing = Standing(config)
         self._solution: PriceSolution | None = None
-        self._prefix: PrefixPrices | None = None
+        self._sums: PriceSums | None = None
         self._refreshes = 0
 
     def decide(self, view: View) -> list[Pair]:
@@ -74,14 +92,17 @@ class ForwardLp:
         Everything fits on all its future slots, and leaves the slots that are worth more to the
         higher tiers' next arrivals.
         """
-        prompt_steps = view.prompt_steps()
-        held_up = prompt_steps * view.waiting.prompt_tokens
-        columns, rewards = view.columns(), self._rewards(view, held_up)
+        self._sum_prices(view)
+        settled = self._standing.look(view, None if self._sums is None else self._sums.cheapest)
+        waiting, prompt_steps = view.waiting, view.prompt_steps()
+        held_up = prompt_steps * waiting.prompt_tokens
+        columns, worth = settled.columns, settled.worth
+        rewards = self._rewards(view, settled.rewards, held_up)
         self._record(view, columns, rewards)
-        tier = tiers(view.waiting.value * view.waiting.discount)
-        work = service_steps(view.kernel, view.waiting.decode_tokens) + held_up
+        tier = tiers(waiting.value * waiting.discount) if waiting.shared else worth
         large = self._seen.largest(LARGE_SHARE, prompt_steps)
-        aged = view.age_s() >= self._ageing.bound_s(view, tier, work, large)
+        bound_s = self._ageing.bound_s(view, tier, settled.steps + held_up, large)
+        aged = view.age_s() >= bound_s
         workers = view.open_workers()
         if not workers.size:
             return []
@@ -90,19 +111,21 @@ class ForwardLp:
             return [alone]
         room = Room(view, workers)
         room.sway = sway(view, self._config, workers, normalizer(self._config))
-        self._aged.forget_all_but(view.waiting.order[aged])
+        if self._aged.promised:
+            self._aged.forget_all_but(waiting.order[aged])
+        group = tier * TIERS_MAX + worth if waiting.shared else worth
+        highest_first = levels(group)
         pairs = self._start_overdue(view, columns, room, tier)
         gone = {row for row, _ in pairs}
-        worth = tiers(view.waiting.value)
-        group = tier * TIERS_MAX + worth
-        for level in np.unique(group)[::-1].tolist():
+        for level in highest_first:
             if not room.residual.has_slot().any():
                 break
-            rows = np.flatnonzero(group == level)
-            most = self._startable(view, int(worth[rows[0]]), [row for row, _ in pairs])
-            rows = rows if not gone else rows[~np.isin(rows, list(gone))]
-            started = self._aged.start(view, columns, room, rows[aged[rows]], most)
-            asking = _Asking(columns, rewards, rows[~aged[rows]], most - len(started))
+            here = None if len(highest_first) == 1 else group == level
+            first = 0 if here is None else int(here.argmax())
+            most = self._startable(view, int(worth[first]), [row for row, _ in pairs])
+            old, young = _parted(aged, here, gone)
+            started = self._aged.start(view, columns, room, old, most)
+            asking = _Asking(columns, rewards, settled.cost, young, most - len(started))
             pairs += started + self._start_young(view, asking, room)
         self._overdue_credit += OVERDUE_SHARE * (len(pairs) - len(gone))
         return pairs
@@ -127,7 +150,9 @@ class ForwardLp:
 
         Where tenants share by weight a value says nothing across them, and nothing is kept.
         """
-        if self._config.prices.zero or (view.waiting.discount < 1.0).any():
+        if self._config.prices.zero:
+            return NO_LIMIT
+        if view.waiting.shared and (view.waiting.discount < 1.0).any():
             return NO_LIMIT
         return startable(view, self._config.weights, self._seen, tier, gone)
 
@@ -136,22 +161,16 @@ class ForwardLp:
         rows = asking.rows
         if asking.most <= 0 or not rows.size or not room.residual.has_slot().any():
             return []
-        columns = asking.columns.take(rows)
-        margin = asking.rewards[rows, None] - self._cost(view, columns, room.workers)
-        allowed = view.waiting.allowed(room.workers)[rows]
         liking = 1.0 / view.fleet.batch_limit[room.workers]
-        margin = levelled(np.where(allowed, margin, -np.inf))
-        plain, free, toll = margin, room.residual.batch[:, 0].copy(), None
+        if room.sway is None:
+            pairs = self._start_foremost(view, asking, room, liking)
+            if pairs is not None:
+                return pairs
+        candidates = self._candidates(view, asking, room.workers)
+        plain, free = candidates.margin, room.residual.batch[:, 0].copy()
         if room.sway is not None:
-            margin, toll = margin + room.sway.reward[rows], room.sway.toll[rows]
-        candidates = Candidates(
-            columns,
-            margin,
-            view.waiting.order[rows],
-            floor=-np.inf,
-            most=asking.most,
-            toll=toll,
-        )
+            margin, toll = plain + room.sway.reward[rows], room.sway.toll[rows]
+            candidates = replace(candidates, margin=margin, toll=toll)
         started = admit_balanced(candidates, room.residual, liking)
         if room.sway is not None and view.cached is not None:
             without = unswayed(started, plain, liking, free)
@@ -159,6 +178,36 @@ class ForwardLp:
                 room.sway.started(worker)
                 view.cached.unswayed[int(rows[row])] = int(room.workers[other])
         return [(int(rows[row]), int(room.workers[worker])) for row, worker in started]
+
+    def _start_foremost(
+        self, view: View, asking: _Asking, room: Room, liking: FloatArray
+    ) -> list[Pair] | None:
+        """Start the same requests by looking at few; None where that does not tell."""
+        if asking.rows.size <= 2 * BLOCK:
+            return None
+        places, others = foremost((asking.rewards - asking.cost)[asking.rows])
+        rows = asking.rows[places]
+        candidates = self._candidates(view, replace(asking, rows=rows), room.workers)
+        best = Foremost(candidates, room.residual, liking)
+        started = best.admit(others)
+        if started is None:
+            return None
+        room.residual = best.left
+        return [(int(rows[row]), int(room.workers[worker])) for row, worker in started]
+
+    def _candidates(self, view: View, asking: _Asking, workers: IntArray) -> Candidates:
+        """Those who ask, with their margins on some workers."""
+        rows = asking.rows
+        columns = asking.columns.take(rows)
+        margin = asking.rewards[rows, None] - self._cost(columns, workers)
+        allowed = view.waiting.allowed(workers, rows)
+        return Candidates(
+            columns,
+            levelled(np.where(allowed, margin, -np.inf)),
+            view.waiting.order[rows],
+            floor=-np.inf,
+            most=asking.most,
+        )
 
     def _start_alone(
         self, view: View, columns: Columns, rewards: FloatArray, workers: IntArray
@@ -171,13 +220,13 @@ class ForwardLp:
         """
         if len(view.waiting) != 1 or self._aged.promised:
             return None
-        if self._startable(view, int(tiers(view.waiting.value)[0]), []) < 1:
+        if self._startable(view, int(tiers(view.waiting.value[:1])[0]), []) < 1:
             return None
         free = view.fleet.batch_limit[workers] - view.fleet.outstanding[workers]
         allowed = view.waiting.allowed(workers)[0] & (free >= view.waiting.sequences[0])
         if not allowed.any():
             return None
-        margin = rewards[:1, None] - self._cost(view, columns, workers)[:1]
+        margin = rewards[:1, None] - self._cost(columns, workers)[:1]
         margin = levelled(np.where(allowed, margin, -np.inf))[0]
         liking = (1.0 / view.fleet.batch_limit[workers]) * free
         worker = int(workers[preferred(margin, liking)])
@@ -192,46 +241,46 @@ class ForwardLp:
         room = float(view.fleet.kv_capacity_tokens[worker])
         return (0, worker) if held + float(columns.sequences[0]) * one <= room else None
 
-    def price_problem(self, view: View) -> PriceProblem | None:
+    def price_problem(self, view: View) -> PriceSnapshot | None:
         """Snapshot the dual whose columns are hypothetical arrivals over the look-ahead."""
         if self._config.prices.zero or not len(view.fleet):
             return None
-        settings = self._config.prices
+        settings, fleet, horizon = self._config.prices, view.fleet, view.horizon
         self._refreshes += 1
-        rng = np.random.default_rng(self._config.seed + self._refreshes)
-        columns, rewards = self._history.columns(0.0)
-        retimed = Columns(
-            worker=np.zeros(rewards.size, dtype=np.int64),
-            start=rng.uniform(0.0, view.horizon.iterations, rewards.size).round(),
-            steps=columns.steps,
-            footprint=columns.footprint,
-            sequences=columns.sequences,
-        )
-        capacity, used = view.capacity(), view.occupancy(view.horizon, 0.0, None)
-        residual = Usage(batch=capacity.batch - used.batch, kv=capacity.kv - used.kv)
-        scale = kv_scale(view.fleet.kv_capacity_tokens)
-        return PriceProblem(
-            horizon=view.horizon,
-            scarcity=scarcity(residual, expected_arrivals(view), scale),
-            columns=retimed,
-            rewards=rewards,
-            warm=self._prices(view),
-            any_worker=True,
-            steps=settings.steps,
-            batch=settings.batch,
-            step_size=settings.step_size,
-            averaged=settings.averaged,
-            seed=self._config.seed + self._refreshes,
-            origin=0,
-            worker_ids=view.fleet.worker_ids,
-            normalizer=normalizer(self._config),
-            kv_scale=scale,
-        )
+        seed = self._config.seed + self._refreshes
+        history, rewards = self._history.columns(0.0)
+        capacity, warm, arrivals = view.capacity(), self._solution, expected_arrivals(view)
+        occupancy = view.frozen_occupancy(horizon, 0.0)
+
+        def problem() -> PriceProblem:
+            used, scale = occupancy(), kv_scale(fleet.kv_capacity_tokens)
+            residual = Usage(batch=capacity.batch - used.batch, kv=capacity.kv - used.kv)
+            spread = np.random.default_rng(seed).uniform(0.0, horizon.iterations, rewards.size)
+            return PriceProblem(
+                horizon=horizon,
+                scarcity=scarcity(residual, arrivals, scale),
+                columns=replace(
+                    history, worker=np.zeros_like(history.worker), start=spread.round()
+                ),
+                rewards=rewards,
+                warm=_prices(warm, fleet, horizon),
+                any_worker=True,
+                steps=settings.steps,
+                batch=settings.batch,
+                step_size=settings.step_size,
+                averaged=settings.averaged,
+                seed=seed,
+                origin=0,
+                worker_ids=fleet.worker_ids,
+                normalizer=normalizer(self._config),
+                kv_scale=scale,
+            )
+
+        return PriceSnapshot(problem)
 
     def adopt(self, solution: PriceSolution) -> None:
         """Use these prices from now on."""
         self._solution = solution
-        self._prefix = None
 
     def follow_rise(self, shift: RateShift) -> None:
         """Learn from what came since the arrival rate rose: the mix may be another, too."""
@@ -241,42 +290,61 @@ class ForwardLp:
         """(g,) price of one batch slot and of one KV token for one iteration, mean over buckets."""
         return mean_prices(self._solution, worker_ids, self._config.bucket_iterations)
 
-    def _cost(self, view: View, columns: Columns, workers: IntArray) -> FloatArray:
-        """(n, w) cost of starting each column on some workers; prices are summed once."""
+    def _sum_prices(self, view: View) -> None:
+        """Take the sums of new prices; none of prices for another fleet."""
         solution = self._solution
         if solution is None or solution.worker_ids != view.fleet.worker_ids:
+            self._sums = None
+        elif self._sums is None or self._sums.prices is not solution.prices:
+            sums = solution.sums
+            if sums is None or sums.prices is not solution.prices:
+                sums = PriceSums.of(solution.prices, solution.kv_scale, view.horizon)
+            self._sums = sums
+
+    def _cost(self, columns: Columns, workers: IntArray) -> FloatArray:
+        """(n, w) cost of starting each column on some workers."""
+        if self._sums is None:
             return np.zeros((columns.start.size, workers.size))
-        if self._prefix is None or self._prefix.horizon != view.horizon:
-            prices = solution.prices
-            per_token = Usage(batch=prices.batch, kv=prices.kv * solution.kv_scale)
-            self._prefix = PrefixPrices.of(per_token, view.horizon)
-        return self._prefix.of_workers(workers).cost_on_every_worker(columns)
+        return self._sums.each.of_workers(workers).cost_of_starts(columns)
 
     def _record(self, view: View, columns: Columns, rewards: FloatArray) -> None:
         """Remember every request once, the first time a decision sees it."""
-        new = np.flatnonzero(view.waiting.order > self._last_recorded)
-        if new.size:
+        new = (view.waiting.order > self._last_recorded).nonzero()[0]
+        if not new.size:
+            return
+        self._seen.extend(view, new)
+        if new.size > FEW:
             self._history.extend(columns.take(new), 0.0, np.maximum(rewards[new], 0.0))
-            self._seen.extend(view, new)
-            self._last_recorded = int(view.waiting.order[new].max())
+        else:
+            for row in new.tolist():
+                self._history.record(columns, 0.0, row, max(float(rewards[row]), 0.0))
+        self._last_recorded = int(view.waiting.order[new].max())
 
-    def _rewards(self, view: View, held_up: FloatArray) -> FloatArray:
-        """(n,) normalised rewards of starting now.
+    def _rewards(self, view: View, reward: FloatArray, held_up: FloatArray) -> FloatArray:
+        """(n,) normalised rewards of starting now, from those of [OLP] 3.1.
 
         Differs: [OLP] 3.1 counts a prefill as one iteration. Here the end-to-end time that it costs
         everybody on the worker is taken off, or long prompts with short answers go first.
         """
-        pace_s = float(view.fleet.iteration_s.mean()) if len(view.fleet) else 1.0
-        waited = (view.now_s - view.waiting.arrival_s) / pace_s
-        value = view.waiting.value * view.waiting.discount
-        left = float(view.horizon.iterations)
-        weights = self._config.weights
-        reward = waiting_reward(view, weights, waited, left, pace_s)
-        reward -= (weights.e2e + weights.throughput) * held_up
-        return value * reward / normalizer(self._config)
+        weights, value = self._config.weights, view.waiting.value
+        if view.waiting.shared:
+            value = value * view.waiting.discount
+        reward = reward - (weights.e2e + weights.throughput) * held_up
+        return np.asarray(value * reward / normalizer(self._config))
 
-    def _prices(self, view: View) -> Usage:
-        solution = self._solution
-        if solution is None or solution.worker_ids != view.fleet.worker_ids:
-            return Usage.zeros(len(view.fleet), view.horizon)
-        return solution.prices
+
+def _prices(solution: PriceSolution | None, fleet: FleetView, horizon: Horizon) -> Usage:
+    """(g, N) prices to go on from; nothing costs anything where they are of another fleet."""
+    if solution is None or solution.worker_ids != fleet.worker_ids:
+        return Usage.zeros(len(fleet), horizon)
+    return solution.prices
+
+
+def _parted(aged: BoolArray, here: BoolArray | None, gone: set[int]) -> tuple[IntArray, IntArray]:
+    """Aged rows and the others, of those that are `here` (None for all) and not gone."""
+    old = np.flatnonzero(aged if here is None else here & aged)
+    young = np.flatnonzero(~aged if here is None else here & ~aged)
+    if gone:
+        left = list(gone)
+        old, young = old[~np.isin(old, left)], young[~np.isin(young, left)]
+    return old, young

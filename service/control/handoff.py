@@ -95,7 +95,7 @@ class Handoff:
         request that was prefilled decodes at once.
         """
         decodes = self._fleet.decodes()
-        if not decodes.any() or self._config.hold_s > 0:
+        if not self._fleet.decoders or self._config.hold_s > 0:
             return np.zeros(len(self._fleet))
         lead_s = self._pool.lead_s(self._waiting.shortest_prompt(), now_s)
         lead_s = min(lead_s, self._config.lead_max_s)

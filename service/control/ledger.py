@@ -7,33 +7,25 @@ conditional expected remaining length, one that ends early frees its slots at on
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from service.control.columns import (
-    BoolArray,
-    Columns,
-    FloatArray,
-    IntArray,
-    Usage,
-    held_usage,
-    in_whole_blocks,
-    kv_footprint,
-    service_steps,
-    sum_per_slot,
-)
+from service.control.columns import FloatArray, IntArray, Usage, sum_per_slot
 from service.control.events import Request
 from service.control.fleet_state import FleetState, OwnLoad
 from service.control.lengths import LengthPredictor
 from service.control.occupancy import Frame, Occupancy
+from service.control.started import Started
 from service.control.tables import Table
 from service.control.token_pace import PromptPace, TokenPace
 from service.control.waiting import Entry
 
 NO_LIMIT = 2**31
+NUMBERS = ("prompt_tokens", "produced", "forecast", "limit", "pool", "scale", "sequences")
+"""What a started request's column follows from."""
+TIMES = ("streams", "ready_s", "started_s")
+"""What it follows from as well where requests are not seen token by token."""
 
 
 class Ledger:
@@ -249,96 +241,70 @@ class Ledger:
             workers: (w,) whose rows are wanted; None for all of them.
         """
         wanted = np.arange(len(fleet)) if workers is None else workers
+        due = self._look(frame, wanted)
+        if due.size:
+            self._occupancy.put(due, *self._started(fleet, now_s, frame, due).usage())
+        foreign = fleet.array("foreign_active"), fleet.array("foreign_kv")
+        return self._occupancy.plus(wanted, *foreign)
+
+    def frozen_occupancy(
+        self, fleet: FleetState, now_s: float, frame: Frame
+    ) -> Callable[[], Usage]:
+        """What `occupancy` of all workers would give now, to be worked out later in any thread.
+
+        Only copies are made here, of what is not kept already: at most NUMBERS of every started
+        request, the rows kept, and the lengths learned.
+        """
+        everyone = np.arange(len(fleet))
+        due = self._look(frame, everyone)
+        kept = self._occupancy.copy() if due.size < everyone.size else Occupancy.empty(frame)
+        started = self._started(fleet, now_s, frame, due).frozen() if due.size else None
+        foreign = fleet.array("foreign_active"), fleet.array("foreign_kv")
+
+        def occupancy() -> Usage:
+            if started is not None:
+                kept.put(due, *started.usage())
+            return kept.plus(everyone, *foreign)
+
+        return occupancy
+
+    def _look(self, frame: Frame, workers: IntArray) -> IntArray:
+        """Those of some workers whose rows are out of date under a frame."""
         known = self._occupancy
         known.enter(frame)
         # Requests that are not seen token by token move with the clock, late ones with what was
         # learned.
-        known.touch_all(self._blind.nonzero()[0])
+        if np.count_nonzero(self._blind):
+            known.touch_all(self._blind.nonzero()[0])
         if self._learned != self._predictor.version:
             self._learned = self._predictor.version
             known.touch_late()
-        due = known.stale(wanted)
-        if due.size:
-            columns, late = self._columns(fleet, now_s, frame, due)
-            known.put(due, held_usage(columns, frame.horizon, due.size), late)
-        return known.plus(wanted, fleet.array("foreign_active"), fleet.array("foreign_kv"))
+        return known.stale(workers)
 
-    def _columns(
-        self, fleet: FleetState, now_s: float, frame: Frame, workers: IntArray
-    ) -> tuple[Columns, BoolArray]:
-        """Requests started on w workers, as (n,) columns that began in the past.
-
-        Returns:
-            The columns, whose worker is a place in `workers`; and (w,) which workers hold one that
-            outlived its forecast: its length is its conditional expectation (spec section 7.3).
-        """
-        place = np.full(len(fleet) + 1, -1, dtype=np.int64)
-        place[workers] = np.arange(workers.size)
-        at = place[self._table["worker"]]
-        here = at >= 0
-        kept = slice(None) if here.all() else here.nonzero()[0]
-        at, held = at[kept], self._table.take(kept)
-        produced = self._produced(held, fleet, now_s)
-        total = held["forecast"].copy()
-        late = (produced >= total).nonzero()[0]
-        if late.size:
-            left = self._predictor.remaining(
-                held["pool"][late], held["scale"][late], produced[late]
-            )
-            total[late] = produced[late] + left
-        total = np.maximum(np.minimum(total, held["limit"]), produced + 1.0)
-        # A prefill counts as done when it has begun: whether it still runs cannot be known, and
-        # taking it for done never understates the KV it holds.
-        done = service_steps(frame.kernel, produced)
-        columns = Columns(
-            worker=at,
-            start=frame.offset - done,
-            steps=service_steps(frame.kernel, total),
-            footprint=kv_footprint(frame.kernel, held["prompt_tokens"]),
-            sequences=held["sequences"],
+    def _started(self, fleet: FleetState, now_s: float, frame: Frame, workers: IntArray) -> Started:
+        """The requests started on w workers; views where these are all."""
+        table, at, rows = self._table, self._table["worker"], slice(None)
+        if workers.size == 1:
+            rows = (at == workers[0]).nonzero()[0]
+            at = np.zeros(rows.size, dtype=np.int64)
+        elif workers.size < len(fleet) or (at.size and at.min() < 0):
+            place = np.full(len(fleet) + 1, -1, dtype=np.int64)
+            place[workers] = np.arange(workers.size)
+            at = place[at]
+            rows = (at >= 0).nonzero()[0]
+            at = at[rows]
+        blind = bool(np.count_nonzero(self._blind[workers]))
+        names = (*NUMBERS, *TIMES) if blind else NUMBERS
+        return Started(
+            workers=workers,
+            at=at,
+            held={name: table[name][rows] for name in names},
+            blind=blind,
+            iteration_s=fleet.array("iteration_s"),
+            now_s=now_s,
+            frame=frame,
+            predictor=self._predictor,
         )
-        if self._ready_later(held) or frame.lead.any():
-            columns = self._seen_later(columns, held, fleet, now_s, frame)
-        whole = in_whole_blocks(columns, frame.block_tokens[workers][at], frame.horizon)
-        gone = whole.start + whole.steps <= 0
-        whole = whole.take(~gone) if gone.any() else whole
-        return whole, np.bincount(at[late], minlength=workers.size) > 0
-
-    @staticmethod
-    def _ready_later(held: dict[str, NDArray[Any]]) -> bool:
-        return bool(held["ready_s"].any())
-
-    @staticmethod
-    def _seen_later(
-        columns: Columns,
-        held: dict[str, NDArray[Any]],
-        fleet: FleetState,
-        now_s: float,
-        frame: Frame,
-    ) -> Columns:
-        """Columns on the look-ahead of what starts now, which begins when its prefill ends.
-
-        Those that are being prefilled begin later than those that decode; where that is later than
-        the look-ahead's left edge they count from there on.
-        """
-        worker = held["worker"]
-        wait_s = np.where(held["ready_s"] > 0, held["ready_s"] - now_s, 0.0)
-        wait = np.maximum(wait_s, 0.0) / fleet.array("iteration_s")[worker]
-        start = columns.start - frame.lead[worker] + wait
-        early = np.maximum(start - frame.offset, 0.0)
-        return replace(columns, start=start - early, steps=columns.steps + early)
-
-    def _produced(
-        self, held: dict[str, NDArray[Any]], fleet: FleetState, now_s: float
-    ) -> FloatArray:
-        """Tokens so far; a request that does not stream is taken to decode at the worker's pace."""
-        produced: FloatArray = held["produced"].copy()
-        blind = (~held["streams"] & (held["ready_s"] == 0)).nonzero()[0]
-        if blind.size:
-            pace_s = fleet.array("iteration_s")[held["worker"][blind]]
-            guess = np.floor((now_s - held["started_s"][blind]) / pace_s)
-            produced[blind] = np.minimum(np.maximum(guess, 0.0), held["limit"][blind] - 1.0)
-        return produced
 
     def _make_room(self, workers: int) -> None:
         """Count for at least so many workers."""

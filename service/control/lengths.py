@@ -8,6 +8,7 @@ are pooled by the ratio true / hinted.
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,8 +69,8 @@ class LengthPredictor:
         # What lies above a pool and itself, coarsest first; -1 for nothing.
         self._above = np.full((rows, LEVELS), -1, dtype=np.int64)
         # Requests in a cell or a later one, and their tokens; one more entry that stays zero.
-        self._alive = np.zeros((rows, self._grid.size + 1))
-        self._work = np.zeros_like(self._alive)
+        self._sums = np.zeros((2, rows, self._grid.size + 1))
+        self._alive, self._work = self._sums
         # Before anything is seen: an exponential around the default, worth one request.
         body = np.exp(-self._grid / default_tokens)
         self._counts[0] = np.append(body[:-1] - body[1:], body[-1]) + 1e-9
@@ -145,6 +146,18 @@ class LengthPredictor:
         mean = np.divide(work, alive, out=reached + self._width[cell], where=alive > 0)
         return np.asarray(np.maximum((mean - reached) / unit, 1.0))
 
+    def frozen(self) -> LengthPredictor:
+        """The same knowledge, for `remaining` alone, while this one goes on learning."""
+        other = copy(self)
+        other._above = self._above.copy()
+        # What nobody learned stays zero, and costs nothing.
+        other._sums = np.zeros_like(self._sums)
+        groups, leaves = 2 + len(self._pools), 2 + GROUPS_MAX + len(self._leaves)
+        other._sums[:, :groups] = self._sums[:, :groups]
+        other._sums[:, 2 + GROUPS_MAX : leaves] = self._sums[:, 2 + GROUPS_MAX : leaves]
+        other._alive, other._work = other._sums
+        return other
+
     def quantile(self, request: Request, level: float) -> float:
         """The length that a share `level` of such requests without a hint does not exceed."""
         pool = np.array([self._known(request)])
@@ -204,16 +217,17 @@ class LengthPredictor:
             pool: any shape.
             cell: a shape that goes with it.
         """
-        top = np.where(pool == 1, 1, 0)
-        alive, work = self._alive[top, cell], self._work[top, cell]
-        total = self._alive[top, 0]
+        top = (pool == 1).astype(np.int64)
+        sums, total = self._sums[:, top, cell], self._sums[0, top, 0]
         for level in range(LEVELS):
             at = self._above[pool, level]
-            own, prior = at >= 0, PRIOR_WEIGHT / total
-            alive = np.where(own, self._alive[at, cell] + prior * alive, alive)
-            work = np.where(own, self._work[at, cell] + prior * work, work)
-            total = np.where(own, self._alive[at, 0] + PRIOR_WEIGHT, total)
-        return alive, work
+            own = at >= 0
+            # Pools are named coarsest first: where none is, none follows.
+            if not np.count_nonzero(own):
+                break
+            sums = np.where(own, self._sums[:, at, cell] + PRIOR_WEIGHT / total * sums, sums)
+            total = np.where(own, self._sums[0, at, 0] + PRIOR_WEIGHT, total)
+        return sums[0], sums[1]
 
     def _count(self, pool: int, value: float) -> None:
         cell = round(float(np.log2(max(value, 1.0))) * GRID_PER_OCTAVE)

@@ -37,9 +37,13 @@ class Frame:
             self.horizon == other.horizon
             and self.offset == other.offset
             and self.kernel is other.kernel
-            and np.array_equal(self.block_tokens, other.block_tokens)
-            and np.array_equal(self.lead, other.lead)
+            and _same(self.block_tokens, other.block_tokens)
+            and _same(self.lead, other.lead)
         )
+
+
+def _same(some: FloatArray, other: FloatArray) -> bool:
+    return some is other or np.array_equal(some, other)
 
 
 class Occupancy:
@@ -50,6 +54,21 @@ class Occupancy:
         self._usage = Usage(batch=np.zeros((0, 0)), kv=np.zeros((0, 0)))
         self._stale: BoolArray = np.zeros(0, dtype=np.bool_)
         self._late: BoolArray = np.zeros(0, dtype=np.bool_)
+
+    @classmethod
+    def empty(cls, frame: Frame) -> Occupancy:
+        """Rows that are all to be made, under a frame."""
+        made = cls()
+        made.enter(frame)
+        return made
+
+    def copy(self) -> Occupancy:
+        """The same rows, to be kept while these move on."""
+        other = Occupancy()
+        other._frame = self._frame
+        other._usage = Usage(batch=self._usage.batch.copy(), kv=self._usage.kv.copy())
+        other._stale, other._late = self._stale.copy(), self._late.copy()
+        return other
 
     def enter(self, frame: Frame) -> None:
         """Look through a frame from now on; a new one makes every row stale."""

@@ -7,6 +7,7 @@ it may run in any thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,30 @@ from service.control.columns import (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PriceSums:
+    """Sums of some prices per batch slot and per KV token.
+
+    Attributes:
+        prices: what was summed up. each: of every worker.
+        cheapest: of one worker that is nowhere dearer than any of them.
+    """
+
+    prices: Usage
+    each: PrefixPrices
+    cheapest: PrefixPrices
+
+    @staticmethod
+    def of(prices: Usage, kv_scale: float, horizon: Horizon) -> PriceSums:
+        """Sum (g, N) normalised prices."""
+        kv = prices.kv * kv_scale
+        least = Usage(
+            batch=prices.batch.min(axis=0, keepdims=True), kv=kv.min(axis=0, keepdims=True)
+        )
+        each = PrefixPrices.of(Usage(batch=prices.batch, kv=kv), horizon)
+        return PriceSums(prices, each, PrefixPrices.of(least, horizon))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PriceSolution:
     """Normalised prices and the look-ahead they belong to.
 
@@ -32,6 +57,7 @@ class PriceSolution:
         worker_ids: the workers, in the order of the rows.
         normalizer: reward units per normalised unit.
         kv_scale: normalised KV units per token.
+        sums: of these prices, where the solver made them.
     """
 
     prices: Usage
@@ -39,6 +65,7 @@ class PriceSolution:
     worker_ids: tuple[str, ...]
     normalizer: float
     kv_scale: float
+    sums: PriceSums | None = None
 
     def is_finite(self) -> bool:
         """Whether the prices may be used at all."""
@@ -108,7 +135,10 @@ class PriceProblem:
         return self._solution(prices)
 
     def _solution(self, prices: Usage) -> PriceSolution:
-        return PriceSolution(prices, self.origin, self.worker_ids, self.normalizer, self.kv_scale)
+        # Decisions need them; here they cost the event loop nothing.
+        sums = PriceSums.of(prices, self.kv_scale, self.horizon) if self.any_worker else None
+        names, units = self.worker_ids, (self.normalizer, self.kv_scale)
+        return PriceSolution(prices, self.origin, names, *units, sums=sums)
 
     def _step(self, prices: Usage, sample: IntArray) -> Usage:
         gradient = subgradient(self, prices, sample)
@@ -117,6 +147,21 @@ class PriceProblem:
             slope += price
             np.maximum(slope, 0.0, out=slope)
         return gradient
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PriceSnapshot:
+    """What a price problem follows from, copied where it may change: cheap to make.
+
+    Attributes:
+        problem: makes the problem, which takes long; in any thread.
+    """
+
+    problem: Callable[[], PriceProblem]
+
+    def solve(self) -> PriceSolution:
+        """Make the problem and solve it."""
+        return self.problem().solve()
 
 
 def placed(problem: PriceProblem, prices: Usage, columns: Columns) -> tuple[Columns, FloatArray]:
@@ -190,7 +235,16 @@ class History:
 
     def record(self, columns: Columns, start: float, row: int, reward: float) -> None:
         """Remember one column that starts at an absolute iteration."""
-        self.extend(columns.take(np.array([row])), start, np.array([reward]))
+        self._rows[:, self._next] = (
+            columns.worker[row],
+            start,
+            columns.steps[row],
+            columns.footprint[row],
+            columns.sequences[row],
+            reward,
+        )
+        self._next = (self._next + 1) % self._capacity
+        self._size = min(self._size + 1, self._capacity)
 
     def extend(self, columns: Columns, start: float, reward: FloatArray) -> None:
         """Remember n columns that start at an absolute iteration, and their (n,) rewards."""

@@ -8,6 +8,7 @@ what it still covers. Read forward.py for what the shipped variant does instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from service.control.assign import Candidates, admit
 from service.control.columns import Columns, FloatArray, Horizon, PrefixPrices, Usage, total_usage
 from service.control.config import ControlConfig
-from service.control.prices import History, PriceProblem, PriceSolution
+from service.control.prices import History, PriceProblem, PriceSnapshot, PriceSolution
 from service.control.pricing import expected_arrivals, mean_prices, normalizer, waiting_reward
 from service.control.rate import RateShift
 from service.control.room import working_residual
@@ -101,34 +102,39 @@ class PublishedLp:
             self._keep_left_over(view, moment, columns, pairs)
         return pairs
 
-    def price_problem(self, view: View) -> PriceProblem | None:
+    def price_problem(self, view: View) -> PriceSnapshot | None:
         """Snapshot f_k(p): what Algorithm 2 solves next."""
         if self._config.prices.zero or not len(view.fleet):
             return None
         self._follow_fleet(view)
-        moment = self._moment(view)
+        moment, settings, fleet = self._moment(view), self._config.prices, view.fleet
         view = replace(view, horizon=moment.ahead)
         columns, rewards = self._history.columns(moment.first)
-        scale = kv_scale(view.fleet.kv_capacity_tokens)
         self._refreshes += 1
-        settings = self._config.prices
-        return PriceProblem(
-            horizon=moment.priced,
-            scarcity=scarcity(self._residual(view, moment), expected_arrivals(view), scale),
-            columns=columns,
-            rewards=rewards,
-            warm=self._prices(view, moment),
-            any_worker=False,
-            steps=settings.steps,
-            batch=settings.batch,
-            step_size=settings.step_size,
-            averaged=settings.averaged,
-            seed=self._config.seed + self._refreshes,
-            origin=moment.first,
-            worker_ids=view.fleet.worker_ids,
-            normalizer=normalizer(self._config),
-            kv_scale=scale,
-        )
+        seed, arrivals = self._config.seed + self._refreshes, expected_arrivals(view)
+        residual, warm = self._residual(view, moment), self._prices(view, moment)
+
+        def problem() -> PriceProblem:
+            scale = kv_scale(fleet.kv_capacity_tokens)
+            return PriceProblem(
+                horizon=moment.priced,
+                scarcity=scarcity(residual(), arrivals, scale),
+                columns=columns,
+                rewards=rewards,
+                warm=warm,
+                any_worker=False,
+                steps=settings.steps,
+                batch=settings.batch,
+                step_size=settings.step_size,
+                averaged=settings.averaged,
+                seed=seed,
+                origin=moment.first,
+                worker_ids=fleet.worker_ids,
+                normalizer=normalizer(self._config),
+                kv_scale=scale,
+            )
+
+        return PriceSnapshot(problem)
 
     def adopt(self, solution: PriceSolution) -> None:
         """Use these prices from now on."""
@@ -199,30 +205,33 @@ class PublishedLp:
         candidates = Candidates(columns, margin[:, workers], view.waiting.order)
         return [(row, int(workers[place])) for row, place in admit(candidates, residual)]
 
-    def _residual(self, view: View, moment: _Moment) -> Usage:
+    def _residual(self, view: View, moment: _Moment) -> Callable[[], Usage]:
         """(g, N) b^(k-1) on the priced slots; of those that have passed, what was left of them."""
-        capacity = view.capacity()
-        used = view.occupancy(moment.ahead, float(moment.period - moment.origin), None)
-        ahead = Usage(batch=capacity.batch - used.batch, kv=capacity.kv - used.kv)
-        if not moment.passed:
-            return ahead
-        kept = self._left_over
-        if kept is None or len(kept.batch) != len(view.fleet):
-            kept = Usage(
-                batch=capacity.batch.repeat(moment.priced.buckets, axis=1),
-                kv=capacity.kv.repeat(moment.priced.buckets, axis=1),
+        capacity, kept, workers = view.capacity(), self._left_over, len(view.fleet)
+        occupancy = view.frozen_occupancy(moment.ahead, float(moment.period - moment.origin))
+
+        def residual() -> Usage:
+            used, past = occupancy(), kept
+            ahead = Usage(batch=capacity.batch - used.batch, kv=capacity.kv - used.kv)
+            if not moment.passed:
+                return ahead
+            if past is None or len(past.batch) != workers:
+                past = Usage(
+                    batch=capacity.batch.repeat(moment.priced.buckets, axis=1),
+                    kv=capacity.kv.repeat(moment.priced.buckets, axis=1),
+                )
+            return Usage(
+                batch=_joined(past.batch, ahead.batch, moment),
+                kv=_joined(past.kv, ahead.kv, moment),
             )
 
-        def joined(past: FloatArray, future: FloatArray) -> FloatArray:
-            return np.hstack([past[:, : moment.passed], future])[:, : moment.priced.buckets]
-
-        return Usage(batch=joined(kept.batch, ahead.batch), kv=joined(kept.kv, ahead.kv))
+        return residual
 
     def _keep_left_over(
         self, view: View, moment: _Moment, columns: Columns, pairs: list[Pair]
     ) -> None:
         """Remember b^(k): a slot that has passed keeps its scarcity in every later d_k."""
-        before = self._residual(view, moment)
+        before = self._residual(view, moment)()
         rows, workers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         started = columns.take(rows).on_worker(workers)
         use = total_usage(started, moment.ahead, len(view.fleet))
@@ -259,3 +268,8 @@ class PublishedLp:
             return np.pad(kept, ((0, 0), (0, buckets - kept.shape[1])))
 
         return Usage(batch=rolled(solution.prices.batch), kv=rolled(solution.prices.kv))
+
+
+def _joined(past: FloatArray, future: FloatArray, moment: _Moment) -> FloatArray:
+    """(g, N) slots that have passed, then those that can still be used."""
+    return np.hstack([past[:, : moment.passed], future])[:, : moment.priced.buckets]

@@ -7,6 +7,8 @@ against its last bucket. Running minima answer the first two for every length at
 
 from __future__ import annotations
 
+import math
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +65,30 @@ class Residual:
         self.kv = capacity.kv - used.kv
         self._batch_low = np.minimum.accumulate(self.batch, axis=1)
         self._kv_low: dict[float, FloatArray] = {}
+
+    def copy(self) -> Residual:
+        """One that can be tried on: what is subtracted there stays here."""
+        other = copy(self)
+        other.batch, other.kv = self.batch.copy(), self.kv.copy()
+        other._batch_low = self._batch_low.copy()
+        other._kv_low = {several: low.copy() for several, low in self._kv_low.items()}
+        return other
+
+    def is_full(self) -> bool:
+        """Whether no worker has a free batch slot now."""
+        return not np.count_nonzero(self.batch[:, 0] >= 1)
+
+    def fits_one(self, columns: Columns, row: int, worker: int) -> bool:
+        """`fits` for one column that starts in the first bucket, and one worker."""
+        start, sequences = float(columns.start[row]), float(columns.sequences[row])
+        end = min(start + float(columns.steps[row]), float(self._horizon.iterations))
+        last = max(math.ceil(end / self._horizon.bucket_iterations) - 1, 0)
+        level = sequences * (float(columns.footprint[row]) - start)
+        return bool(
+            sequences <= self._batch_low[worker, last]
+            and level + sequences * end <= self.kv[worker, last]
+            and level <= self._low(sequences)[worker, last]
+        )
 
     def demand(self, columns: Columns) -> Demand:
         """What columns that start in the first bucket ask for."""

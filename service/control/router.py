@@ -39,12 +39,12 @@ from service.control.ledger import Ledger
 from service.control.lengths import LengthPredictor
 from service.control.life import RETURNS_MAX, Life
 from service.control.policies import make_policy
-from service.control.prices import PriceProblem, PriceSolution
+from service.control.prices import PriceSnapshot, PriceSolution
 from service.control.rate import RateMonitor
 from service.control.sight import Sight, checked
 from service.control.stats import Counters, RouterStats
 from service.control.tenants import Tenants
-from service.control.view import Pair
+from service.control.view import Pair, Policy
 from service.control.waiting import WaitingRoom
 from service.control.worker_stats import has_free_slot, worker_stats
 
@@ -169,8 +169,11 @@ class Router:
             due_s = min(due_s, now_s + float(self._fleet.array("iteration_s")[up].min()))
         return max(due_s, now_s + TICK_MIN_S)
 
-    def price_problem(self, now_s: float) -> PriceProblem | None:
-        """Return an immutable snapshot to solve, when a price refresh is due; else None."""
+    def price_problem(self, now_s: float) -> PriceSnapshot | None:
+        """Return an immutable snapshot to solve, when a price refresh is due; else None.
+
+        Only copies are made here; what takes long is `solve`, in any thread.
+        """
         settings = self._config.prices
         # With nobody waiting nothing is scarce: prices only have to fade, and an arrival at an
         # idle fleet must not compete with their refresh.
@@ -241,6 +244,11 @@ class Router:
             prefillers=self._fleet.prefill.stats(),
             affinity=self._affinity.stats(),
         )
+
+    @property
+    def policy(self) -> Policy:
+        """The rule that decides, to be looked at."""
+        return self._policy
 
     @property
     def waiting(self) -> int:

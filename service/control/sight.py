@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from service.control.columns import Horizon, IntArray, Usage
+from service.control.columns import FloatArray, Horizon, IntArray, Usage
 from service.control.config import Kernel
 from service.control.occupancy import Frame
 from service.control.tenants import Tenants
 from service.control.view import FleetView, Pair, View
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from service.control.config import ControlConfig
     from service.control.fleet_state import FleetState
     from service.control.handoff import Handoff
@@ -40,8 +42,13 @@ class Sight:
     @property
     def kernel(self) -> Kernel:
         """Where every prompt is computed elsewhere, requests only decode."""
-        decodes = self.fleet.decodes()
-        return Kernel.DECODE_ONLY if decodes.size and decodes.all() else self.config.kernel
+        decoders = self.fleet.decoders
+        return Kernel.DECODE_ONLY if 0 < decoders == len(self.fleet) else self.config.kernel
+
+    def _discounts(self, now_s: float) -> FloatArray | None:
+        if not self.tenants.active:
+            return None
+        return self.tenants.discounts(self.waiting.tenants, now_s)
 
     def view(self, now_s: float, arrivals_per_s: float) -> View:
         """What there is to decide about now."""
@@ -49,15 +56,20 @@ class Sight:
         own = self.ledger.sequences_per_worker(len(fleet))
         lead = self.handoff.lead(now_s, self.config.bucket_iterations)
 
-        def occupancy(horizon: Horizon, offset: float, workers: IntArray | None) -> Usage:
-            frame = Frame(
+        def frame(horizon: Horizon, offset: float) -> Frame:
+            return Frame(
                 horizon=horizon,
                 offset=offset,
                 block_tokens=fleet.array("block_tokens"),
                 lead=lead,
                 kernel=kernel,
             )
-            return self.ledger.occupancy(fleet, now_s, frame, workers)
+
+        def occupancy(horizon: Horizon, offset: float, workers: IntArray | None) -> Usage:
+            return self.ledger.occupancy(fleet, now_s, frame(horizon, offset), workers)
+
+        def frozen_occupancy(horizon: Horizon, offset: float) -> Callable[[], Usage]:
+            return self.ledger.frozen_occupancy(fleet, now_s, frame(horizon, offset))
 
         def kv_ceiling_tokens(worker: int, spare_tokens: float) -> float:
             own_tokens = self.ledger.kv_ceiling_tokens(worker, spare_tokens)
@@ -69,7 +81,7 @@ class Sight:
             horizon=self.horizon,
             waiting=self.waiting.arrays(
                 fleet,
-                self.tenants.discounts(self.waiting.tenants, now_s),
+                self._discounts(now_s),
                 prefill_open=self.handoff.is_open(now_s),
             ),
             fleet=FleetView(
@@ -85,6 +97,7 @@ class Sight:
                 lead=lead,
             ),
             occupancy=occupancy,
+            frozen_occupancy=frozen_occupancy,
             kv_ceiling_tokens=kv_ceiling_tokens,
             arrivals_per_s=arrivals_per_s,
             cached=self.waiting.cached(),

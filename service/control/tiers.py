@@ -41,6 +41,13 @@ def tiers(value: FloatArray) -> IntArray:
     return np.floor(np.log2(np.maximum(value, LOWEST_VALUE))).astype(np.int64)
 
 
+def levels(tier: IntArray) -> list[int]:
+    """The tiers that occur, highest first; mostly there is one."""
+    if tier.size and tier.min() == tier.max():
+        return [int(tier[0])]
+    return [int(level) for level in np.unique(tier)[::-1]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HigherDemand:
     """Recorded arrivals of the tiers above one, n of them.
@@ -84,17 +91,15 @@ class SeenArrivals:
         at = (self._next + np.arange(rows.size)) % self._tier.size
         waiting = view.waiting
         steps = service_steps(view.kernel, waiting.decode_tokens[rows])
-        self._numbers[:, at] = (
-            waiting.value[rows],
-            steps,
-            waiting.sequences[rows],
-            waiting.prompt_tokens[rows] + steps / 2,
-            waiting.prompt_tokens[rows],
-        )
-        self._tier[at] = tiers(view.waiting.value[rows])
-        kinds, which = np.unique(view.waiting.kind[rows], return_inverse=True)
-        pools = np.array([self._pool_of(view.waiting.reach[kind]) for kind in kinds.tolist()])
-        self._pool[at] = pools[which]
+        value = waiting.value[rows]
+        self._numbers[0, at], self._numbers[1, at] = value, steps
+        self._numbers[2, at] = waiting.sequences[rows]
+        self._numbers[3, at] = waiting.prompt_tokens[rows] + steps / 2
+        self._numbers[4, at] = waiting.prompt_tokens[rows]
+        self._tier[at] = tiers(value)
+        kind = waiting.kind[rows]
+        for number in sorted(set(kind.tolist())):
+            self._pool[at[kind == number]] = self._pool_of(waiting.reach[number])
         self._next = (self._next + rows.size) % self._tier.size
         self._size = min(self._size + rows.size, self._tier.size)
         self._largest = None
@@ -118,7 +123,7 @@ class SeenArrivals:
 
     def knows_above(self, tier: int) -> bool:
         """Whether any recorded arrival was of a higher tier."""
-        return bool((self._tier[: self._size] > tier).any())
+        return bool(np.count_nonzero(self._tier[: self._size] > tier))
 
     def above(self, tier: int, workers: BoolArray) -> HigherDemand:
         """Recorded arrivals of higher tiers, as far as they would go to (g,) some workers."""

@@ -21,7 +21,7 @@ from service.control.columns import (
     service_steps,
 )
 from service.control.config import Kernel
-from service.control.prices import PriceProblem, PriceSolution
+from service.control.prices import PriceSnapshot, PriceSolution
 from service.control.rate import RateShift
 
 Pair = tuple[int, int]
@@ -38,6 +38,8 @@ class Waiting:
         kv_max: KV tokens a sequence that the worker a column was capped to has.
         value: reward multiplier. ttft_bound_s, e2e_bound_s: own bounds, NaN for the fleet's.
         discount: what the tenant's use of more than its share leaves of a request's reward and age.
+        shared: whether any discount may be below 1.
+        stamp: changes with whatever a row holds of a request, other than its kind and discount.
         kind: row of `reach`; requests of one model that avoid the same workers share a row.
         reach: (kinds, g) worker is up, serves the model, and was not just tried in vain.
     """
@@ -52,16 +54,20 @@ class Waiting:
     ttft_bound_s: FloatArray
     e2e_bound_s: FloatArray
     discount: FloatArray
+    shared: bool
+    stamp: IntArray
     kind: IntArray
     reach: BoolArray
 
     def __len__(self) -> int:
         return int(self.arrival_s.size)
 
-    def allowed(self, workers: IntArray | None = None) -> BoolArray:
-        """(n, w) whether each request may go to each of some workers; None for all of them."""
+    def allowed(
+        self, workers: IntArray | None = None, rows: IntArray | slice = slice(None)
+    ) -> BoolArray:
+        """(n, w) whether some requests may go to each of some workers; None for all of them."""
         reach = self.reach if workers is None else self.reach[:, workers]
-        return np.asarray(reach[self.kind])
+        return np.asarray(reach[self.kind[rows]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,6 +111,8 @@ class View:
         occupancy: gives what started requests hold on a look-ahead whose left edge lies some
             iterations before now (with a lead: before now plus that): (w, N) for some workers,
             (g, N) for None; computed on demand.
+        frozen_occupancy: makes the copies from which that of all workers, as it is now, can be
+            worked out later in any thread.
         kv_ceiling_tokens: most KV that a worker's started requests will ever hold, others' load
             included, given what rounding may add to a sequence; infinity when that cannot be told
             cheaply.
@@ -118,27 +126,31 @@ class View:
     waiting: Waiting
     fleet: FleetView
     occupancy: Callable[[Horizon, float, IntArray | None], Usage]
+    frozen_occupancy: Callable[[Horizon, float], Callable[[], Usage]]
     kv_ceiling_tokens: Callable[[int, float], float]
     arrivals_per_s: float
     cached: Cached | None = None
 
-    def columns(self, start: float = 0.0) -> Columns:
-        """(n,) columns of starting each waiting request now (worker left at 0)."""
-        n = len(self.waiting)
+    def columns(self, start: float = 0.0, rows: IntArray | slice = slice(None)) -> Columns:
+        """(n,) columns of starting some waiting requests now (worker left at 0)."""
+        waiting = self.waiting
+        steps = service_steps(self.kernel, waiting.decode_tokens[rows])
         columns = Columns(
-            worker=np.zeros(n, dtype=np.int64),
-            start=np.full(n, start),
-            steps=service_steps(self.kernel, self.waiting.decode_tokens),
-            footprint=kv_footprint(self.kernel, self.waiting.prompt_tokens),
-            sequences=self.waiting.sequences,
+            worker=np.zeros(steps.size, dtype=np.int64),
+            start=np.full(steps.size, start),
+            steps=steps,
+            footprint=kv_footprint(self.kernel, waiting.prompt_tokens[rows]),
+            sequences=waiting.sequences[rows],
         )
         # Workers may differ in block size; the largest is safe on all of them.
-        largest = self.fleet.block_tokens.max(keepdims=True, initial=1.0)
-        whole = in_whole_blocks(columns, largest, self.horizon)
+        whole = in_whole_blocks(columns, self.largest_block(), self.horizon)
         # Rounding up must not make a column that an empty worker holds larger than the worker.
-        return replace(
-            whole, footprint=np.minimum(whole.footprint, self.waiting.kv_max - whole.steps)
-        )
+        footprint = np.minimum(whole.footprint, waiting.kv_max[rows] - whole.steps)
+        return replace(whole, footprint=footprint)
+
+    def largest_block(self) -> FloatArray:
+        """(1,) KV tokens of the largest block of any worker."""
+        return np.asarray(self.fleet.block_tokens.max(keepdims=True, initial=1.0))
 
     def prompt_steps(self) -> float:
         """Slot-iterations that a prompt token takes: while one is computed no busy slot decodes.
@@ -153,7 +165,8 @@ class View:
 
     def age_s(self) -> FloatArray:
         """(n,) seconds waited; those of a tenant over its share count less."""
-        return (self.now_s - self.waiting.arrival_s) * self.waiting.discount
+        age_s = self.now_s - self.waiting.arrival_s
+        return age_s * self.waiting.discount if self.waiting.shared else age_s
 
     def capacity(self, workers: IntArray | None = None) -> Usage:
         """(w, 1) B_g and M_g, the same on every bucket, of some workers or of all."""
@@ -182,7 +195,7 @@ class Policy(Protocol):
         """Choose starts, in order. Each row at most once, each pair allowed."""
         ...
 
-    def price_problem(self, view: View) -> PriceProblem | None:
+    def price_problem(self, view: View) -> PriceSnapshot | None:
         """Return what to solve next, or None when the policy has no prices."""
         ...
 
@@ -202,7 +215,7 @@ class Policy(Protocol):
 class Unpriced:
     """The price half of the protocol for rules that have no prices."""
 
-    def price_problem(self, view: View) -> PriceProblem | None:
+    def price_problem(self, view: View) -> PriceSnapshot | None:
         """There is nothing to solve."""
         return None
 

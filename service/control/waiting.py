@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -123,6 +124,7 @@ class Kinds:
         self._free: list[int] = []
         self._due: set[int] = set()
         self._reach: BoolArray = np.zeros((0, 0), dtype=np.bool_)
+        self._cut_off: BoolArray | None = None
         self._version = -1
 
     def enter(self, kind: Kind) -> int:
@@ -159,15 +161,24 @@ class Kinds:
             self._reach = np.zeros((rows, len(fleet)), dtype=np.bool_)
             self._version = fleet.version
             self._due = set(range(len(self._kinds)))
-        for number in self._due:
-            self._reach[number] = self._row(self._kinds[number], fleet)
-        self._due.clear()
+        if self._due:
+            for number in self._due:
+                self._reach[number] = self._row(self._kinds[number], fleet)
+            self._due.clear()
+            held = np.array([kind is not None for kind in self._kinds], dtype=np.bool_)
+            alone = held & ~self._reach[: len(self._kinds)].any(axis=1)
+            self._cut_off = alone if alone.any() else None
         return self._reach[: len(self._kinds)]
+
+    def cut_off(self, fleet: FleetState) -> BoolArray | None:
+        """(kinds,) which reach no worker; None where all reach some."""
+        self.reach(fleet)
+        return self._cut_off
 
     def open_reach(self, fleet: FleetState, *, prefill_open: bool) -> BoolArray:
         """(kinds, g) the same without workers that must wait for a prefill worker to have room."""
         reach, decodes = self.reach(fleet), fleet.decodes()
-        if not decodes.any():
+        if not fleet.decoders:
             return reach
         shut = {Route.AHEAD} if prefill_open else {Route.AHEAD, Route.SPLIT}
         rows = [kind is not None and kind.route in shut for kind in self._kinds]
@@ -183,7 +194,7 @@ class Kinds:
         for worker_id in kind.avoid & fleet.index.keys():
             row[fleet.index[worker_id]] = False
         decodes = fleet.decodes()
-        if not decodes.any():
+        if not fleet.decoders:
             return row
         both = row & ~decodes
         match kind.route:
@@ -215,7 +226,10 @@ class WaitingRoom:
             kind=np.int64,
             tenant=np.int64,
             prefix=np.int64,
+            stamp=np.int64,
         )
+        self._stamps = itertools.count()
+        self._none_before_s = np.inf
         self._kinds = Kinds()
         self._avoiding: set[str] = set()
         self._shapes: dict[str, Shapes] = {}
@@ -235,6 +249,7 @@ class WaitingRoom:
         """Let a request in."""
         request = entry.request
         self.entries[request.request_id] = entry
+        self._none_before_s = min(self._none_before_s, entry.expires_s)
         self._table.add(
             request.request_id,
             arrival_s=request.arrival_s,
@@ -250,6 +265,7 @@ class WaitingRoom:
             kind=self._enter_kind(entry),
             tenant=entry.tenant,
             prefix=self._affinity.enter(request),
+            stamp=next(self._stamps),
         )
         if entry.avoid:
             self._avoiding.add(request.request_id)
@@ -286,6 +302,7 @@ class WaitingRoom:
             row = self._table.row(request_id)
             for name in ("sequences", "decode_tokens", "kv_max"):
                 self._table[name][row] = getattr(entry, name)
+            self._table["stamp"][row] = next(self._stamps)
             if entry.too_large != was_too_large:
                 self._change_kind(request_id)
 
@@ -307,6 +324,9 @@ class WaitingRoom:
 
     def expired(self, now_s: float) -> list[str]:
         """Requests whose wait is over."""
+        if now_s < self._none_before_s:
+            return []
+        self._none_before_s = self.next_expiry_s()
         return [self.ids[row] for row in np.flatnonzero(self._table["expires_s"] <= now_s)]
 
     def next_expiry_s(self) -> float:
@@ -319,8 +339,8 @@ class WaitingRoom:
 
     def cut_off(self, fleet: FleetState) -> list[str]:
         """Requests that no worker that is up could take, in the order they were let in."""
-        alone = np.logical_not(self._kinds.reach(fleet).any(axis=1))
-        if not alone.any():
+        alone = self._kinds.cut_off(fleet)
+        if alone is None:
             return []
         found = {self.ids[row] for row in np.flatnonzero(alone[self._table["kind"]])}
         return [request_id for request_id in self.entries if request_id in found] if found else []
@@ -339,20 +359,30 @@ class WaitingRoom:
         """What workers are believed to hold of the waiting prompts."""
         return self._affinity.show(self._table["prefix"])
 
-    def arrays(self, fleet: FleetState, discount: FloatArray, *, prefill_open: bool) -> Waiting:
-        """What a policy sees of the waiting requests, and of their tenants' (n,) discounts."""
+    def arrays(
+        self, fleet: FleetState, discount: FloatArray | None, *, prefill_open: bool
+    ) -> Waiting:
+        """What a policy sees of the waiting requests: views, valid until one comes or goes.
+
+        Args:
+            fleet: for the workers that each may go to.
+            discount: (n,) of their tenants; None where there is none.
+            prefill_open: whether a prefill worker would take a prompt now.
+        """
         table = self._table
         return Waiting(
-            arrival_s=table["arrival_s"].copy(),
-            order=table["order"].copy(),
-            prompt_tokens=table["prompt_tokens"].copy(),
-            decode_tokens=table["decode_tokens"].copy(),
-            kv_max=table["kv_max"].copy(),
-            sequences=table["sequences"].copy(),
-            value=table["value"].copy(),
-            ttft_bound_s=table["ttft_bound_s"].copy(),
-            e2e_bound_s=table["e2e_bound_s"].copy(),
-            kind=table["kind"].copy(),
-            discount=discount,
+            arrival_s=table["arrival_s"],
+            order=table["order"],
+            prompt_tokens=table["prompt_tokens"],
+            decode_tokens=table["decode_tokens"],
+            kv_max=table["kv_max"],
+            sequences=table["sequences"],
+            value=table["value"],
+            ttft_bound_s=table["ttft_bound_s"],
+            e2e_bound_s=table["e2e_bound_s"],
+            kind=table["kind"],
+            stamp=table["stamp"],
+            discount=np.ones(len(table)) if discount is None else discount,
+            shared=discount is not None,
             reach=self._kinds.open_reach(fleet, prefill_open=prefill_open),
         )

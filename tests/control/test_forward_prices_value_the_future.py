@@ -42,7 +42,7 @@ def problem(router: Router, now_s: float) -> PriceProblem:
     """The next refresh; one request waits for good, so that it is due at once."""
     found = router.price_problem(now_s)
     assert found is not None
-    return found
+    return found.problem()
 
 
 def crowded(config_history: int = 1000) -> Router:

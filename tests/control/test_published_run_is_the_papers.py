@@ -73,7 +73,7 @@ class Spy(PublishedLp):
         assert self.view is not None
         problem = self.price_problem(self.view)
         assert problem is not None
-        return problem.warm
+        return problem.problem().warm
 
 
 @dataclass

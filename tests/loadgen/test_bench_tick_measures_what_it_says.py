@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from loadgen import bench_tick
+from loadgen.array_memory import array_bytes
 from loadgen.tick_command import tick
+from loadgen.tick_page import page
 
 
 def test_the_summary_has_every_size_with_both_methods(
@@ -18,7 +21,8 @@ def test_the_summary_has_every_size_with_both_methods(
     monkeypatch.setattr(bench_tick, "REFRESHES_MAX", 2)
     monkeypatch.setattr(bench_tick, "LOOP_TICKS_MAX", 1)
     monkeypatch.setattr(bench_tick, "WARM_UP", 1)
-    assert tick(out=tmp_path, cases=1) == 0
+    docs = tmp_path / "tick.md"
+    assert tick(out=tmp_path, docs=docs, cases=1) == 0
     (case,) = json.loads((tmp_path / "summary.json").read_text())["cases"]
     assert (case["workers"], case["waiting"]) == (4, 64)
     assert case["ticks"] == 5
@@ -26,6 +30,41 @@ def test_the_summary_has_every_size_with_both_methods(
     for key in ("decision_p50_ms", "decision_p99_ms", "refresh_p50_ms", "published_loop_p50_ms"):
         assert case[key] > 0
     assert case["ratio"] > 1
+    assert 0 < case["refresh_loop_p50_ms"] < case["refresh_p50_ms"]
+    assert 0 < case["price_state_mb"] < case["router_arrays_mb"]
+    written = docs.read_text()
+    assert f"| 4 x 64 | {case['decision_p50_ms']:.2f} | {case['decision_p99_ms']:.2f} |" in written
+    assert "| 64 x 1024 | decision p50, ms | 0.5 | - | **not measured** |" in written
+
+
+def sized(workers: int, waiting: int, **numbers: float) -> dict[str, object]:
+    return {"workers": workers, "waiting": waiting, **numbers}
+
+
+def test_the_page_judges_aims_and_growth_by_the_numbers() -> None:
+    summary = {
+        "command": "bidgate-load bench tick",
+        "processors": 2,
+        "load_average": 0.5,
+        "others_share": None,
+        "cases": [
+            sized(64, 1024, decision_p50_ms=0.4, decision_p99_ms=1.6, refresh_p50_ms=1.0),
+            sized(1024, 10_000, decision_p50_ms=4.0, refresh_p50_ms=128.0, price_memory_mb=80.0),
+        ],
+    }
+    written = page(summary)  # type: ignore[arg-type]
+    assert "| 64 x 1024 | decision p50, ms | 0.5 | 0.40 | **met** |" in written
+    assert "| 64 x 1024 | decision p99, ms | 1.5 | 1.60 | **missed** |" in written
+    assert "together, MB | 100 | 80.00 | **met** |" in written
+    assert "decision with waiting requests: exponent 1.01, at most near-linear" in written
+    assert "refresh with workers: exponent 1.75, more than linear" in written
+
+
+def test_memory_is_that_of_the_arrays_behind_views_each_counted_once() -> None:
+    kept = np.zeros(1000)
+    holder = {"some": kept[:10], "other": [kept[5:], (np.zeros(3, dtype=np.int8),)]}
+    assert array_bytes(holder, kept) == 8000 + 3
+    assert array_bytes(lambda: kept) == 8000
 
 
 def test_more_sizes_than_there_are_is_a_clear_error(tmp_path: Path) -> None:

@@ -1,0 +1,175 @@
+"""3 controller, standing: what stays the same of a request while it waits, worked out once.
+
+Between two ticks few waiting requests come or go, so most rows of these arrays are those of the
+tick before. A row is made again when its stamp says that it holds another request, or the same one
+with another column. Nothing here depends on the time; rewards with tail weights do, so these are
+made anew at each tick.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from service.control.columns import Columns, service_steps
+from service.control.config import Kernel
+from service.control.pricing import waiting_reward
+from service.control.reward import StartTimes, start_reward
+from service.control.tiers import tiers
+
+if TYPE_CHECKING:
+    from service.control.columns import FloatArray, IntArray, PrefixPrices
+    from service.control.config import ControlConfig
+    from service.control.view import View
+
+FIRST_ROWS = 64
+FEW = 8
+"""So many changed rows are quicker made one by one."""
+NOBODY = -1
+"""A stamp that no request has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settled:
+    """What a tick need not work out; every array is (n,), a row for each waiting request.
+
+    All are views of what is kept: read-only, and valid until the next look.
+
+    Attributes:
+        columns: of starting now. steps: iterations in service, not rounded up to buckets.
+        rewards: [OLP] 3.1, without values; not normalised.
+        cost: at most what starting now costs on whichever worker, normalised.
+        worth: tier of the value, discounts left out.
+    """
+
+    columns: Columns
+    steps: FloatArray
+    rewards: FloatArray
+    cost: FloatArray
+    worth: IntArray
+
+
+class Standing:
+    """Keeps the numbers of the waiting requests, row by row; as many rows as there were at most."""
+
+    def __init__(self, config: ControlConfig) -> None:
+        weights = config.weights
+        self._config = config
+        self._timeless = not weights.tail_e2e and not weights.tail_ttft
+        self._ground: tuple[object, ...] = ()
+        self._blocks: FloatArray | None = None
+        self._block = 1.0
+        self._cheapest: PrefixPrices | None = None
+        self._stamp: IntArray = np.zeros(0, dtype=np.int64)
+        self._worth: IntArray = np.zeros(0, dtype=np.int64)
+        # steps not rounded, steps, footprint, reward, cost; then what is always zero.
+        self._numbers: FloatArray = np.zeros((6, 0))
+        self._nowhere: IntArray = np.zeros(0, dtype=np.int64)
+
+    def look(self, view: View, cheapest: PrefixPrices | None) -> Settled:
+        """The numbers of everybody who waits.
+
+        Args:
+            view: the tick.
+            cheapest: prices of one worker that is nowhere dearer than any other; None for none.
+        """
+        n = len(view.waiting)
+        ground = (view.kernel, view.horizon, self._block_tokens(view))
+        if ground != self._ground or n > self._stamp.size:
+            self._begin(ground, n)
+        changed = (self._stamp[:n] != view.waiting.stamp).nonzero()[0]
+        if changed.size > FEW or not self._timeless:
+            self._make(view, changed)
+        else:
+            for row in changed.tolist():
+                self._make_one(view, row)
+        steps, whole, footprint, rewards, cost, zeros = self._numbers[:, :n]
+        columns = Columns(
+            worker=self._nowhere[:n],
+            start=zeros,
+            steps=whole,
+            footprint=footprint,
+            sequences=view.waiting.sequences,
+        )
+        if cheapest is not self._cheapest:
+            # A request that comes later has no cost here until prices change: bounds stay bounds.
+            self._cheapest = cheapest
+            cost[:] = 0.0 if cheapest is None else cheapest.cost_of_starts(columns)[:, 0]
+        if not self._timeless:
+            rewards = self._timed_rewards(view)
+        return Settled(columns, steps, rewards, cost, self._worth[:n])
+
+    def _begin(self, ground: tuple[object, ...], rows: int) -> None:
+        """Forget everything, with room for some more rows."""
+        size = max(FIRST_ROWS, self._stamp.size, 2 * rows if rows > self._stamp.size else 0)
+        self._ground = ground
+        self._stamp = np.full(size, NOBODY)
+        self._worth, self._nowhere = np.zeros((2, size), dtype=np.int64)
+        self._numbers = np.zeros((6, size))
+
+    def _make(self, view: View, rows: IntArray) -> None:
+        waiting = view.waiting
+        columns = view.columns(rows=rows)
+        value, length = waiting.value[rows], waiting.decode_tokens[rows]
+        made = self._numbers
+        made[0, rows] = service_steps(view.kernel, length)
+        made[1, rows] = columns.steps
+        made[2, rows] = columns.footprint
+        made[4, rows] = 0.0
+        self._worth[rows] = tiers(value)
+        self._stamp[rows] = waiting.stamp[rows]
+        if self._timeless:
+            times = StartTimes(
+                waited=length,
+                decode_tokens=length,
+                left=float(view.horizon.iterations),
+                e2e_bound=0.0,
+                ttft_bound=0.0,
+            )
+            made[3, rows] = start_reward(self._config.weights, times)
+
+    def _make_one(self, view: View, row: int) -> None:
+        """`_make` of one row in plain numbers, which is quicker while few rows change."""
+        waiting, weights = view.waiting, self._config.weights
+        length, prompt = float(waiting.decode_tokens[row]), float(waiting.prompt_tokens[row])
+        value, q = float(waiting.value[row]), float(view.horizon.bucket_iterations)
+        mixed = view.kernel is Kernel.MIXED
+        steps, footprint = (length + 1.0, prompt - 1.0) if mixed else (length, prompt)
+        whole, block = steps, self._block
+        if block <= 1 or q % block:
+            footprint += block - 1.0
+        else:
+            footprint = math.ceil(footprint / block) * block
+            whole = math.ceil(whole / q) * q
+        left = float(view.horizon.iterations)
+        reward = (
+            weights.throughput * min(length, left)
+            + weights.e2e * max(left - length, 0.0)
+            + weights.ttft * left
+            + weights.queries
+        )
+        self._numbers[:5, row] = (
+            steps,
+            whole,
+            min(footprint, float(waiting.kv_max[row]) - whole),
+            reward,
+            0.0,
+        )
+        self._worth[row] = 0 if value == 1.0 else tiers(waiting.value[row : row + 1])[0]
+        self._stamp[row] = waiting.stamp[row]
+
+    def _block_tokens(self, view: View) -> float:
+        """The largest block; arrays of the fleet are never changed in place."""
+        if self._blocks is not view.fleet.block_tokens:
+            self._blocks, self._block = view.fleet.block_tokens, float(view.largest_block()[0])
+        return self._block
+
+    def _timed_rewards(self, view: View) -> FloatArray:
+        """(n,) rewards that depend on the wait."""
+        pace_s = float(view.fleet.iteration_s.mean()) if len(view.fleet) else 1.0
+        waited = (view.now_s - view.waiting.arrival_s) / pace_s
+        left = float(view.horizon.iterations)
+        return waiting_reward(view, self._config.weights, waited, left, pace_s)
