@@ -25,9 +25,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, ValueError, TypeError) as error:
+        # A host name that no resolver may be asked for is a ValueError or a TypeError.
         listener.close()
-        taken = error.errno == errno.EADDRINUSE
-        why = "the port is taken" if taken else error.strerror or str(error)
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        why = "the port is taken" if taken else getattr(error, "strerror", None) or str(error)
         raise ListenError(f"cannot listen on {host}:{port}: {why}") from error
     return listener

@@ -33,7 +33,7 @@ def allow_open_files(needed: int, log: FilteringBoundLogger) -> None:
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):
         allowed = soft
     if allowed < needed:
         log.warning("open_files_limit_too_low", limit=allowed, needed=needed, fix="ulimit -n")

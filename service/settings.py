@@ -87,6 +87,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         """Refuse ports and times that are none."""
+        if not self.host:
+            raise ValueError("host must not be empty; 0.0.0.0 listens on every address")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be in 0..65535, got {self.port}")
         if self.client_keepalive_s < 1 or self.drain_s < 0:

@@ -306,6 +306,7 @@ def test_what_is_no_number_is_refused_wherever_a_number_is_meant() -> None:
     [
         (("--mock", "1", "--port", "x"), ("server.port", "'x'")),
         (("--mock", "1", "--port", "70000"), ("port", "70000")),
+        (("--mock", "1", "--host", ""), ("host", "0.0.0.0")),
         (("--mock", "99"), ("workers", "0..64")),
         (("--mock", "1", "--mock-profile", "h300"), ("profile", "h300")),
         (("--mock", "1", "--policy", "best"), ("policy", "best")),

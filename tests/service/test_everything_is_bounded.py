@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from service.edge import EdgeConfig
 from service.forward_config import ForwardConfig
+from service.listener import ListenError, listen
 from service.open_files import allow_open_files, files_needed
 from service.settings import ServerConfig, Settings
 from tests.clock import run_virtual
@@ -168,6 +169,20 @@ def test_files_needed_grow_with_the_queue_and_with_the_slots() -> None:
     needed = settings.open_files_needed()
     assert needed == files_needed(queue_max=10_000, slots=512, workers=2)
     assert needed > 10_000 + 2 * 512
+
+
+@pytest.mark.parametrize("host", ["x" * 300, "a..b", "no\0where", "no such host"])
+def test_a_host_that_is_none_is_one_line(host: str) -> None:
+    with pytest.raises(ListenError, match="cannot listen on"):
+        listen(host, 0)
+
+
+def test_a_queue_beyond_all_limits_is_told_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited = (1024, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
+    with capture_logs() as logs:
+        allow_open_files(10**30, structlog.get_logger())
+    assert [line["event"] for line in logs] == ["open_files_limit_too_low"]
 
 
 def test_a_limit_of_open_files_that_is_too_low_is_raised_else_told(
