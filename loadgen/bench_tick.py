@@ -112,6 +112,7 @@ class Case:
             **self.refresh.summary("refresh"),
             **self.refresh_loop.summary("refresh_loop"),
             "published_loop_p50_ms": loop_ms,
+            **self.loop.summary("loop"),
             "ratio": None if loop_ms is None or not ours_ms else loop_ms / ours_ms,
             "price_state_mb": self.price_state_mb,
             "refresh_peak_mb": self.refresh_peak_mb,

@@ -60,6 +60,18 @@ def test_the_page_judges_aims_and_growth_by_the_numbers() -> None:
     assert "refresh with workers: exponent 1.75, more than linear" in written
 
 
+def test_a_busy_machine_allows_no_verdict_on_times() -> None:
+    cases = [
+        sized(64, 1024, decision_p50_ms=0.4),
+        sized(1024, 10_000, decision_p50_ms=4.0, price_memory_mb=80.0),
+    ]
+    summary = {"command": "", "processors": 2, "others_share": 0.8, "cases": cases}
+    written = page(summary)  # type: ignore[arg-type]
+    assert "| 64 x 1024 | decision p50, ms | 0.5 | 0.40 | **no verdict** |" in written
+    assert "together, MB | 100 | 80.00 | **met** |" in written
+    assert "too much of the processors for a verdict" in written
+
+
 def test_memory_is_that_of_the_arrays_behind_views_each_counted_once() -> None:
     kept = np.zeros(1000)
     holder = {"some": kept[:10], "other": [kept[5:], (np.zeros(3, dtype=np.int8),)]}
