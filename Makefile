@@ -20,8 +20,9 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup ## three policies on four mock workers over real HTTP, one comparison (3 minutes)
 	@$(BIN)/bidgate-load demo --out out/demo
 
-test: setup ## the test suite
-	@$(BIN)/pytest
+# With JOBS=2 one process has whatever uses sockets, the other what only computes (tests/conftest.py).
+test: setup ## the test suite (JOBS=2 on two idle processors)
+	@$(BIN)/pytest $(if $(JOBS),-n $(JOBS) --dist loadgroup)
 
 # Or, on workers that run already: make test-vllm BIDGATE_VLLM_URLS="http://a:8000 http://b:8000"
 test-vllm: setup ## the tests against real vLLM on the CPU (installs it: 2.5 GB, 4 GiB of memory)

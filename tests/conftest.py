@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,6 +35,28 @@ OF_THE_TESTS = ("BIDGATE_VLLM_", "BIDGATE_SHARED_DATA")
 for _name in list(os.environ):
     if _name.upper().startswith(SETTINGS_PREFIX) and not _name.startswith(OF_THE_TESTS):
         del os.environ[_name]
+
+
+TESTS = Path(__file__).parent
+WITH_SOCKETS = (
+    *("service", "chaos", "fuzz", "mock", "loadgen/test_demo", "loadgen/test_side_by_side"),
+    *(
+        "loadgen/test_children",
+        "loadgen/test_commands",
+        "loadgen/test_replay",
+        "loadgen/test_light",
+    ),
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With JOBS=2 one process has whatever uses sockets, so that no two of those compete."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        file = item.path.relative_to(TESTS).as_posix()
+        group = "sockets" if file.startswith(WITH_SOCKETS) else file
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True)
