@@ -255,9 +255,21 @@ async def first_model(client: httpx.AsyncClient) -> str:
 
     Raises:
         ValueError: when it lists none.
+        httpx.RequestError: it cannot be reached, or refuses.
     """
-    response = await client.get("/v1/models", timeout=CONNECT_TIMEOUT_S)
-    response.raise_for_status()
+    url = str(client.base_url).rstrip("/")
+    try:
+        response = await client.get("/v1/models", timeout=CONNECT_TIMEOUT_S)
+    except httpx.TransportError as error:
+        raise httpx.RequestError(
+            f"{url} does not answer ({error}); does a server run there?"
+        ) from error
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        raise httpx.RequestError(f"{url} wants a key: give one with --api-key")
+    if response.is_error:
+        raise httpx.RequestError(
+            f"{url}/v1/models answers {response.status_code}: {response.text[:200]}"
+        )
     models = response.json().get("data", [])
     if not models:
         raise ValueError(f"{client.base_url} serves no model")

@@ -128,7 +128,13 @@ class SendOptions:
     vocabulary_tokens: int = VOCABULARY_TOKENS
 
     def settings(self) -> ReplaySettings:
-        """Turn flags into the sender's settings."""
+        """Turn flags into the sender's settings.
+
+        Raises:
+            ValueError: the address is no URL.
+        """
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"--url must begin with http:// or https://, got {self.url!r}")
         return ReplaySettings(
             url=self.url.rstrip("/").removesuffix("/v1"),
             model=self.model,

@@ -155,6 +155,9 @@ def _doubts(policy: JsonValue) -> list[str]:
     failed = value_at(policy, ("failed",)) or 0.0
     if failed > 0:
         found.append(f"{failed:.0f} requests failed; summary.json has the reasons.")
+    refused = value_at(policy, ("refused",)) or 0.0
+    if refused > 0 and value_at(policy, ("completed",)) == 0:
+        found.append(f"all answers are refusals ({refused:.0f}); summary.json has the reasons.")
     late_s = value_at(policy, ("send_lateness_s", "p99"))
     if late_s is not None and late_s > LATENESS_WARN_S:
         found.append(

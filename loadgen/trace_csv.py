@@ -80,7 +80,7 @@ def _describe(error: Exception) -> str:
         return f"no column {error.args[0]!r}"
     if isinstance(error, TypeError):
         return "the row has fewer fields than the header"
-    return str(error)
+    return str(error).replace("invalid literal for int() with base 10:", "no whole number:")
 
 
 def _plain(row: Row) -> TraceRequest:

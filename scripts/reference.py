@@ -17,7 +17,7 @@ import httpx
 import yaml
 from cyclopts import ArgumentCollection
 from docstring_parser import parse
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import Metric
 
 from service.app import assemble
 from service.cli import make_app
@@ -166,39 +166,37 @@ def settings_table(names: tuple[str, ...] | None = None) -> str:
 
 def series() -> list[Series]:
     """Every metric family that a running application with one worker exposes."""
-    page = asyncio.run(metrics_page())
     return [
         Series(
             name=family.name + ("_total" if family.type == "counter" else ""),
             kind=family.type,
-            labels=tuple(
-                dict.fromkeys(
-                    label
-                    for sample in family.samples
-                    for label in sample.labels
-                    if label not in ("le", "quantile")
-                )
-            ),
+            labels=_labels(family),
             about=family.documentation,
         )
-        for family in text_string_to_metric_families(page)
-        if not family.name.endswith("_created")
+        for family in asyncio.run(metric_families())
     ]
 
 
-async def metrics_page() -> str:
-    """The /metrics page of an application whose one embedded mock worker served a request."""
-    app = assemble(Settings(mock=MockConfig(workers=1, time_scale=100.0))).app
+def _labels(family: Metric) -> tuple[str, ...]:
+    """Those announced, as nobody has used all of them yet, and those of the samples."""
+    announced: tuple[str, ...] = tuple(getattr(family, "_labelnames", ()))
+    used = (label for sample in family.samples for label in sample.labels)
+    return tuple(dict.fromkeys((*announced, *(one for one in used if one != "le"))))
+
+
+async def metric_families() -> list[Metric]:
+    """The metrics of an application whose one embedded mock worker served a request."""
+    service = assemble(Settings(mock=MockConfig(workers=1, time_scale=100.0)))
     body = {"model": "mock", "prompt": "Hello", "max_tokens": 4}
-    transport = httpx.ASGITransport(app)
+    transport = httpx.ASGITransport(service.app)
     async with (
-        app.router.lifespan_context(app),
+        service.app.router.lifespan_context(service.app),
         httpx.AsyncClient(transport=transport, base_url="http://bidgate") as client,
         asyncio.timeout(SCRAPE_MAX_S),
     ):
         # The queue holds it until the worker is up.
         (await client.post("/v1/completions", json=body)).raise_for_status()
-        return (await client.get("/metrics")).text
+        return list(service.telemetry.registry.collect())
 
 
 def metrics_table() -> str:

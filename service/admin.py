@@ -212,4 +212,5 @@ def _unknown(worker_id: str) -> NoSuchWorkerError:
 
 
 def _refusal(error: BidgateError) -> Response:
-    return Response(error.body(), error.status, {"content-type": "application/json"})
+    headers = {"content-type": "application/json", "x-bidgate-reason": error.cause}
+    return Response(error.body(), error.status, headers)

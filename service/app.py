@@ -57,12 +57,13 @@ Run = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The application, and the queue and the light path that whoever stops it must drain."""
+    """The application, its metrics, and what whoever stops it must drain: queue and light path."""
 
     app: FastAPI
     queue: CentralQueue
     light: LightPath
     inside: Inside
+    telemetry: Telemetry
 
     @property
     def held(self) -> int:
@@ -140,7 +141,13 @@ def assemble(settings: Settings, rereading: Rereading | None = None) -> Service:
         log=parts.log,
         tracer=parts.tracer,
     )
-    return Service(app=app, queue=parts.queue, light=parts.light, inside=parts.inside)
+    return Service(
+        app=app,
+        queue=parts.queue,
+        light=parts.light,
+        inside=parts.inside,
+        telemetry=parts.telemetry,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

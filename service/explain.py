@@ -55,12 +55,19 @@ def explain_service(
             timeout=TIMEOUT_S,
             trust_env=False,
         )
-        response.raise_for_status()
+        if response.is_error:
+            raise ExplainError(f"{address} {_refusal(response)}")
         return explain(TypeAdapter(Scarcity).validate_json(response.content))
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         raise ExplainError(f"{address} does not answer: {error}") from error
     except ValidationError as error:
         raise ExplainError(f"{address} is no bidgate") from error
+
+
+def _refusal(response: httpx.Response) -> str:
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        return "wants a key: give one of its clients' with --api-key"
+    return f"answers {response.status_code} {response.reason_phrase}; is that bidgate?"
 
 
 def explain(state: Scarcity) -> str:

@@ -17,6 +17,7 @@ from service.telemetry import Telemetry
 
 ALIVE_PATHS: Final = ("/health", "/healthz", "/live", "/livez", "/liveness", "/ping")
 READY_PATHS: Final = ("/ready", "/readyz", "/readiness")
+REASON_HEADER: Final = "x-bidgate-reason"
 FALLING_BACK: Final = "decisions are first come first served: the policy fails or is too slow"
 
 
@@ -93,7 +94,9 @@ def _add_models(router: APIRouter, models: Callable[[], dict[str, object]]) -> N
         """One of them."""
         card = next((card for card in _cards(models()) if card["id"] == name), None)
         if card is None:
-            raise HTTPException(404, f"no worker serves the model {name!r}")
+            raise HTTPException(
+                404, f"no worker serves the model {name!r}", {REASON_HEADER: "model_not_found"}
+            )
         return card
 
 
@@ -118,10 +121,13 @@ def answer_unknown_paths(app: FastAPI) -> None:
     """Give FastAPI's own refusals (404, 405) the OpenAI shape."""
 
     @app.exception_handler(HTTPException)
-    async def answer(request: Request, error: HTTPException) -> Response:
+    async def refuse(request: Request, error: HTTPException) -> Response:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        body = error_body(f"{request.url.path}: {error.detail}", Answer(error.status_code, kind))
+        code = "method_not_allowed" if error.status_code == 405 else None
         headers = {**(error.headers or {}), "content-type": "application/json"}
+        answer = Answer(error.status_code, kind, headers.get(REASON_HEADER) or code)
+        body = error_body(f"{request.url.path}: {error.detail}", answer)
+        headers[REASON_HEADER] = answer.code or answer.type
         return Response(body, error.status_code, headers)
 
 

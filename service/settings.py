@@ -82,7 +82,9 @@ class ServerConfig:
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     tls_key_password: Secret | None = None
-    tls_min_version: TlsVersion = TlsVersion.TLS_1_2
+    tls_min_version: Annotated[
+        TlsVersion, Parameter(choices=tuple(each.value for each in TlsVersion), show_default=str)
+    ] = TlsVersion.TLS_1_2
     tls_client_ca_file: Path | None = None
 
     def __post_init__(self) -> None:

@@ -77,6 +77,6 @@ def choose(names: Sequence[str]) -> list[Experiment]:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"no experiment {name!r}{hint} There are: {', '.join(known)}")
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"no experiment {name!r}{hint}; there are: {', '.join(known)}")
     return [known[name] for name in names] if names else list(known.values())

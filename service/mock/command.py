@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from service.listener import listen
 from service.mock.profiles import LLAMA_3_8B_A100, PROFILES
 from service.mock.serving import MockHttpServer
 from service.mock.worker import MockServer
@@ -102,5 +103,6 @@ def mock_worker(
         port=options.port,
         log_level=options.log_level,
     )
-    # A taken port is one line in the log and exit status 1, uvicorn's own.
+    # Tried beforehand: uvicorn tells of a taken port between lines of its own.
+    listen(options.host, options.port).close()
     server.run()

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
+import pytest
 
 SERVE = (sys.executable, "-m", "service", "serve", "--mock", "1", "--log-format", "json")
+COMMANDS = {"serve": SERVE, "mock-worker": (*SERVE[:3], "mock-worker")}
 SLOW = {"model": "mock", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
 ENDLESS = SLOW | {"max_tokens": 20_000}
 
@@ -108,13 +110,18 @@ def test_the_drain_has_an_end() -> None:
         assert router.process.wait(timeout=10) == 0
 
 
-def test_a_taken_port_is_one_line_and_a_status() -> None:
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_a_taken_port_is_one_line_and_a_status(command: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         ended = subprocess.run(
-            [*SERVE, "--port", str(port)], capture_output=True, text=True, timeout=60, check=False
+            [*COMMANDS[command], "--port", str(port)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
     assert ended.returncode == 1
     assert ended.stdout == ""

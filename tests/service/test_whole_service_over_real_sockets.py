@@ -10,7 +10,7 @@ import openai
 import orjson
 import pytest
 
-from service.explain import explain_service
+from service.explain import ExplainError, explain_service
 from service.listener import listen
 from service.mock.serving import MockHttpServer
 from service.settings import MockConfig
@@ -75,6 +75,20 @@ async def test_models_are_the_union_and_the_page_and_explain_answer() -> None:
         assert 'bidgate_shadow_price{resource="kv"' in page
         words = await asyncio.to_thread(explain_service, live.url)
         assert "0 requests run, 0 wait" in words
+        with pytest.raises(ExplainError, match=r"answers 404 Not Found; is that bidgate\?"):
+            await asyncio.to_thread(explain_service, f"{live.url}/elsewhere")
+
+
+async def test_what_bidgate_does_not_have_says_why_in_a_header() -> None:
+    async with serving_mocks([mock()]) as live:
+        for method, path, reason in (
+            ("GET", "/v1/models/nope", "model_not_found"),
+            ("GET", "/nowhere", "not_found_error"),
+            ("POST", "/version", "method_not_allowed"),
+        ):
+            response = await live.client.request(method, f"{live.url}{path}")
+            assert response.headers["x-bidgate-reason"] == reason
+            assert (response.json()["error"]["code"] or "not_found_error") == reason
 
 
 async def test_a_model_goes_to_the_worker_that_serves_it() -> None:
