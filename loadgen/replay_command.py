@@ -11,7 +11,7 @@ from rich.console import Console
 
 from loadgen.arrivals import load_to_rate, parse_arrivals
 from loadgen.live import command_line, progress_bar, run, run_with_progress
-from loadgen.outcomes import OUTCOMES_FILE, OutcomeRecord, write_outcomes
+from loadgen.outcomes import OUTCOMES_FILE, End, OutcomeRecord, write_outcomes
 from loadgen.prompts import VOCABULARY_TOKENS, PromptForm
 from loadgen.replay import Replay, ReplaySettings
 from loadgen.report import tell, write_report
@@ -175,7 +175,13 @@ def replay(
     tell(summary, f"{len(requests)} requests to {send.url}", out, console)
     if interrupted:
         return INTERRUPTED
-    return 0 if sender.sent == len(sender.records) else 1
+    return exit_status(sender.records, sender.sent)
+
+
+def exit_status(records: Sequence[OutcomeRecord], sent: int) -> int:
+    """1 when a request is not accounted for, or not one was answered; else 0."""
+    answered = any(record.outcome is End.COMPLETED for record in records)
+    return 0 if answered and sent == len(records) else 1
 
 
 def _report(

@@ -62,9 +62,9 @@ def make_app() -> App:
         name="bidgate",
         version=version("bidgate"),
         help="HTTP router for vLLM decode workers, with a central queue and shadow prices.",
-        help_epilogue="Other routers' flags work too: " + ", ".join(FLAG_ALIASES) + ".",
     )
-    app.command(serve)
+    aliases = "Other routers' flags work too: " + ", ".join(FLAG_ALIASES) + "."
+    app.command(serve, help_epilogue=aliases)
     app.command(mock_worker)
     app.command(check_config)
     app.command(explain)

@@ -118,8 +118,9 @@ def describe(error: ValidationError, known: Iterable[str] = (), path: Path | Non
         path: the file that they may have come from.
     """
     problems = error.errors(include_url=False)
-    # A worker may be a URL or a mapping; the deeper complaint is about what was meant.
-    first = max(problems, key=lambda problem: len(problem["loc"]))
+    # A worker may be a URL or a mapping; the deeper complaint is about what was meant. Beside a
+    # name that is missing, one that is unknown is the mistake.
+    first = max(problems, key=lambda one: (len(one["loc"]), one["type"] in UNKNOWN_KINDS))
     where = [part for part in first["loc"] if part not in UNION_BRANCHES]
     words = _words(first, ".".join(str(part) for part in where), known)
     line = None if path is None else _line_of(path, where, first["msg"])
@@ -132,7 +133,12 @@ def describe(error: ValidationError, known: Iterable[str] = (), path: Path | Non
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A question that suggests the nearest known name, or nothing."""
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    names = {
+        ".".join(parts[: place + 1])
+        for parts in (one.split(".") for one in known)
+        for place in range(len(parts))
+    }
+    close = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 

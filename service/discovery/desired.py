@@ -39,12 +39,12 @@ class Wanted:
 
     Attributes:
         workers: by id. sources: which source has which worker.
-        left_out: workers of a source that another one has already, or that are too many.
+        left_out: ids of workers that another source has already, or that are too many.
     """
 
     workers: Mapping[str, WorkerConfig] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
-    left_out: int = 0
+    left_out: tuple[str, ...] = ()
 
 
 def merge(known: Mapping[str, Known], removed: Iterable[str] = ()) -> Wanted:
@@ -59,16 +59,16 @@ def merge(known: Mapping[str, Known], removed: Iterable[str] = ()) -> Wanted:
     # Ranks of one server share its URL; two sources must not.
     urls: dict[str, str] = {}
     out = frozenset(removed)
-    left_out = 0
+    left_out: list[str] = []
     for source, said in known.items():
         for worker in said.workers:
+            if worker.worker_id in out:
+                continue
             taken = worker.worker_id in workers or urls.get(worker.url, source) != source
             if taken or len(workers) >= WORKERS_MAX:
-                left_out += 1
-                continue
-            if worker.worker_id in out:
+                left_out.append(worker.worker_id)
                 continue
             workers[worker.worker_id] = worker
             sources[worker.worker_id] = source
             urls[worker.url] = source
-    return Wanted(workers=workers, sources=sources, left_out=left_out)
+    return Wanted(workers=workers, sources=sources, left_out=tuple(left_out))

@@ -15,7 +15,15 @@ from typing import Final, TypeAlias
 import structlog
 
 from service.discovery.config import DiscoveryConfig
-from service.discovery.desired import ADMIN, MOCK, STATIC, Known, Wanted, merge
+from service.discovery.desired import (
+    ADMIN,
+    MOCK,
+    STATIC,
+    WORKERS_MAX,
+    Known,
+    Wanted,
+    merge,
+)
 from service.discovery.dns_names import DnsSource
 from service.discovery.kubernetes_slices import KubernetesSource
 from service.discovery.source import Snapshot, Source, SourceError
@@ -27,6 +35,8 @@ RETRY_MIN_S: Final = 0.1
 JITTER: Final = 0.2
 REMOVED_MAX: Final = 4096
 """Workers taken out by the operator that are remembered; the oldest are forgotten first."""
+LEFT_OUT_SHOWN: Final = 8
+"""Workers left out that a log line names."""
 
 Want: TypeAlias = Callable[[Mapping[str, WorkerConfig]], None]
 
@@ -234,8 +244,12 @@ class Discovery:
 
     def _publish(self) -> None:
         wanted = merge(self._known, self._removed)
-        if wanted.left_out > self.wanted.left_out:
-            self._log.warning("workers_left_out", workers=wanted.left_out, why="named already")
+        new = [one for one in wanted.left_out if one not in self.wanted.left_out]
+        if new:
+            why = f"named already, or more than {WORKERS_MAX}"
+            self._log.warning(
+                "workers_left_out", workers=new[:LEFT_OUT_SHOWN], count=len(new), why=why
+            )
         self.wanted = wanted
         self._want(wanted.workers)
 

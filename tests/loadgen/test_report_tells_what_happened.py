@@ -10,6 +10,7 @@ import pytest
 
 from loadgen.comparison import comparison_rows, seconds_text
 from loadgen.outcomes import OUTCOMES_FILE, End, OutcomeRecord, write_outcomes
+from loadgen.replay_command import exit_status
 from loadgen.report import PAGE_FILE, PICTURE_FILE, rebuild, warnings, write_report
 from loadgen.summary import SUMMARY_FILE, RunContext, summarize
 
@@ -155,3 +156,11 @@ def test_what_should_make_a_reader_doubt_is_said() -> None:
     assert any("95%" in sentence for sentence in said)
     clean = summarize([record("p", index) for index in range(3)], RunContext())
     assert warnings(clean) == []
+
+
+def test_a_replay_of_which_nothing_was_answered_fails() -> None:
+    refused = [record("x", index, outcome=End.REFUSED) for index in range(3)]
+    assert exit_status(refused, 3) == 1
+    assert exit_status([*refused, record("x", 3)], 4) == 0
+    assert exit_status([record("x", 0)], 2) == 1
+    assert exit_status([], 0) == 1

@@ -238,6 +238,7 @@ def test_an_unknown_variable_names_the_nearest(
         ("servr: {port: 1}", ("servr", "server")),
         ("server: {prot: 1}", ("server.prot", "server.port")),
         ("control: {weights: {tftt: 1}}", ("control.weights.tftt", "control.weights.ttft")),
+        ("control: {wights: {ttft: 1}}", ("control.wights", "control.weights?")),
         ("workers: [{url: 'http://a', batch: 1}]", ("workers.0.batch;", "workers.batch_limit")),
         ("server: {port: [1]}", ("server.port",)),
         ("server: {port: 99999}", ("server", "65535")),

@@ -76,6 +76,12 @@ async def test_a_body_that_describes_no_worker_adds_none() -> None:
         assert [one["url"] for one in listed] == [*live.workers]
 
 
+async def test_an_unknown_field_is_named_before_one_that_is_missing() -> None:
+    async with serving_mocks([mock()], **GROUPS) as live:
+        answer = await ask(live, "POST", WORKERS, b'{"urll": "http://a:1"}')
+        assert "unknown setting urll; did you mean url?" in answer.json()["error"]["message"]
+
+
 async def test_a_worker_behind_a_path_has_an_id_that_can_be_addressed() -> None:
     async with serving_mocks([mock()], **GROUPS) as live:
         url = "http://127.0.0.1:9/behind/a/path"

@@ -255,6 +255,9 @@ def test_the_first_source_that_names_an_id_or_a_url_has_it(
         owners.setdefault(worker.url, set()).add(wanted.sources[worker_id])
         assert worker in known[wanted.sources[worker_id]].workers
     assert all(len(sources) == 1 for sources in owners.values())
+    assert not removed & set(wanted.left_out)
+    every = {worker.worker_id for one in known.values() for worker in one.workers}
+    assert every - removed - wanted.workers.keys() <= set(wanted.left_out)
     for source, one in known.items():
         for worker in one.workers:
             if worker.worker_id in removed | wanted.workers.keys():
