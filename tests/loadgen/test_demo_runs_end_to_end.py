@@ -37,13 +37,15 @@ async def start_demo(out: Path, *flags: str) -> asyncio.subprocess.Process:
     )
 
 
-async def appears(path: Path) -> None:
-    """Wait, bounded, until a file is there."""
+async def appears(path: Path, process: asyncio.subprocess.Process) -> None:
+    """Wait, bounded, until a file is there that a process should write."""
     for _ in range(1000):
         if await asyncio.to_thread(path.exists):
             return
+        if process.returncode is not None:
+            break
         await asyncio.sleep(0.1)
-    pytest.fail(f"{path} did not appear")
+    pytest.fail(f"{path} did not appear; status {process.returncode}")
 
 
 def children_of(pid: int) -> list[int]:
@@ -96,9 +98,8 @@ async def test_every_policy_accounts_for_every_request(tmp_path: Path) -> None:
 async def test_an_interrupted_demo_stops_what_it_started(
     tmp_path: Path, sent: signal.Signals
 ) -> None:
-    flags = ("--workers", "1", "--duration-s", "60", "--policies", "round_robin")
-    process = await start_demo(tmp_path, *flags)
-    await appears(tmp_path / "logs" / "router-round_robin.log")
+    process = await start_demo(tmp_path, "--duration-s", "60", "--policies", "round_robin")
+    await appears(tmp_path / "logs" / "router-round_robin.log", process)
     children = children_of(process.pid)
     process.send_signal(sent)
     _, errors = await process.communicate()
