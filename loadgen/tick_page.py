@@ -102,7 +102,12 @@ def page(summary: dict[str, JsonValue]) -> str:
     busy = others is not None and others > OTHERS_MAX
     parts += [TOO_BUSY] if busy else []
     parts += [_aims(cases, busy=busy)]
-    parts += ["## Growth\n", _growth(cases), "## Memory\n", _table(cases, MEMORY_COLUMNS)]
+    parts += [
+        "## Growth\n",
+        _growth(cases, busy=busy),
+        "## Memory\n",
+        _table(cases, MEMORY_COLUMNS),
+    ]
     return "\n".join(parts)
 
 
@@ -137,7 +142,7 @@ def _aims(cases: Sequence[dict[str, JsonValue]], *, busy: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _growth(cases: Sequence[dict[str, JsonValue]]) -> str:
+def _growth(cases: Sequence[dict[str, JsonValue]], *, busy: bool) -> str:
     columns = (
         ("decision, microseconds for a waiting request", "decision_p50_ms", "waiting"),
         ("refresh, microseconds for a worker", "refresh_p50_ms", "workers"),
@@ -149,10 +154,10 @@ def _growth(cases: Sequence[dict[str, JsonValue]]) -> str:
             time_ms, count = value_at(case, (key,)), value_at(case, (per,))
             found.append("-" if time_ms is None or not count else f"{1e3 * time_ms / count:.2f}")
         lines.append(_row(found))
-    return "\n".join(lines) + "\n" + _exponents(cases)
+    return "\n".join(lines) + "\n" + _exponents(cases, busy=busy)
 
 
-def _exponents(cases: Sequence[dict[str, JsonValue]]) -> str:
+def _exponents(cases: Sequence[dict[str, JsonValue]], *, busy: bool) -> str:
     """Between two sizes: t2 / t1 = (size2 / size1) ^ exponent."""
     small, large = _find(cases, GROWTH_FROM), _find(cases, GROWTH_TO)
     if small is None or large is None:
@@ -167,8 +172,9 @@ def _exponents(cases: Sequence[dict[str, JsonValue]]) -> str:
         if time > 0 and size > 1:
             power = math.log(time) / math.log(size)
             verdict = "at most near-linear" if power <= NEAR_LINEAR else "more than linear"
-            found.append(f"{name}: exponent {power:.2f}, {verdict}")
-    return f"\nFrom {GROWTH_FROM} to {GROWTH_TO}: " + "; ".join(found) + ".\n" if found else ""
+            found.append(f"{name}: exponent {power:.2f}, {'no verdict' if busy else verdict}")
+    sizes = " to ".join(f"{workers} x {waiting}" for workers, waiting in (GROWTH_FROM, GROWTH_TO))
+    return f"\nFrom {sizes}: " + "; ".join(found) + ".\n" if found else ""
 
 
 def _find(

@@ -29,7 +29,8 @@ HEAD_TOO_LARGE: Final = Answer(431, "invalid_request_error", "head_too_large")
 HEAD_TOO_SLOW: Final = Answer(408, "timeout_error", "head_too_slow")
 BAD_HTTP: Final = Answer(400, "invalid_request_error", "bad_http")
 AHEAD_MAX: Final = 4
-"""Requests read behind the one that is being answered; more of them wait in the socket."""
+"""Requests behind the one that is being answered up to which reading goes on; what one read brought
+is parsed whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +235,10 @@ def _answer_without_chunks(cycle: RequestResponseCycle) -> None:
     async def sending(message: ASGISendEvent) -> None:
         nonlocal told
         if message["type"] == "http.response.start":
-            told = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            told = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             cycle.chunked_encoding = None if told else False
         elif message["type"] == "http.response.body" and not told:
-            cycle.expected_content_length = len(message["body"])
+            cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
     cycle.send = sending  # type: ignore[method-assign]

@@ -52,7 +52,7 @@ def drain_s(view: View, rows: BoolArray, steps: FloatArray) -> float:
 
 
 @dataclass(slots=True)
-class _Block:
+class _Period:
     """What was seen in a stretch of time.
 
     Attributes:
@@ -81,9 +81,9 @@ class AgeRule:
 
     def __init__(self, config: ControlConfig) -> None:
         self._config = config
-        self._old, self._new = _Block(-math.inf), _Block(-math.inf)
+        self._old, self._new = _Period(-math.inf), _Period(-math.inf)
         self._spared: IntArray = np.zeros(0, dtype=np.int64)
-        self._last_order = 0
+        self._last_order: int | None = None
 
     def bound_s(self, view: View, tier: IntArray, work: FloatArray, large: float) -> FloatArray:
         """(n,) the bound of each waiting request at this tick; infinity when switched off.
@@ -91,7 +91,7 @@ class AgeRule:
         Args:
             view: the tick.
             tier: (n,) of value.
-            work: (n,) of each, in slot-iterations.
+            work: (n,) of each of a request's sequences, in slot-iterations.
             large: only requests with more work than this may be spared.
         """
         config = self._config
@@ -103,25 +103,31 @@ class AgeRule:
         bounds = np.empty(tier.size)
         for level in levels(tier):
             wait_s = drain_s(view, tier >= level, work)
-            self._new.peak_s[level] = max(self._new.peak_s.get(level, 0.0), wait_s)
-            peak_s = max(self._new.peak_s[level], self._old.peak_s.get(level, 0.0))
+            newest_s = self._new.peak_s.get(level, 0.0)
+            if math.isfinite(wait_s):  # else no worker is there now, which says nothing of waits
+                newest_s = self._new.peak_s[level] = max(newest_s, wait_s)
+            peak_s = max(newest_s, self._old.peak_s.get(level, 0.0))
             bounds[tier == level] = max(config.age_factor * peak_s, config.age_floor_s)
         spared = self._spare(view, bounds, work, large)
         bounds[spared] *= config.age_stretch
         return np.minimum(bounds, config.age_bound_s)
 
     def _turn(self, view: View) -> None:
-        """Begin a new block when the last one is full; count who came."""
+        """Begin a new period when the last one is full; count who came."""
         passed_s = view.now_s - self._new.began_s
         if passed_s >= self._config.age_memory_s:
             recent = passed_s < 2.0 * self._config.age_memory_s
-            self._old = self._new if recent else _Block(-math.inf)
-            self._new = _Block(view.now_s)
+            self._old = self._new if recent else _Period(-math.inf)
+            self._new = _Period(view.now_s)
         if view.now_s - self._old.began_s >= 2.0 * self._config.age_memory_s:
-            self._old = _Block(-math.inf)
-        last = int(view.waiting.order.max(initial=self._last_order))
-        self._new.arrivals += last - self._last_order
-        self._last_order = last
+            self._old = _Period(-math.inf)
+        order = view.waiting.order
+        if not order.size:
+            return
+        # A rule that begins in a running service has seen none of those who came before.
+        before = int(order.min()) - 1 if self._last_order is None else self._last_order
+        self._last_order = max(before, int(order.max()))
+        self._new.arrivals += self._last_order - before
 
     def _spare(
         self, view: View, bounds: FloatArray, work: FloatArray, large: float

@@ -25,13 +25,14 @@ ROUNDING = 1e-9
 
 
 def foremost(bound: FloatArray) -> tuple[IntArray, float]:
-    """Places of the BLOCK largest bounds and of those equal to the least of them; that one.
+    """Places of the bounds above the BLOCK-th largest, fewer than BLOCK; and that one.
 
-    All other bounds are below it.
+    No other bound is above it. Those that equal it are left out: nobody whose margin is not above
+    it can be admitted here, and a crowd of equals may be everybody.
     """
     at = bound.size - BLOCK
     least = float(np.partition(bound, at)[at])
-    return (bound >= least).nonzero()[0], least
+    return (bound > least).nonzero()[0], least
 
 
 class Foremost:

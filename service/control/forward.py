@@ -186,6 +186,8 @@ class ForwardLp:
         if asking.rows.size <= 2 * BLOCK:
             return None
         places, others = foremost((asking.rewards - asking.cost)[asking.rows])
+        if not places.size:
+            return None
         rows = asking.rows[places]
         candidates = self._candidates(view, replace(asking, rows=rows), room.workers)
         best = Foremost(candidates, room.residual, liking)
@@ -324,13 +326,15 @@ class ForwardLp:
         """(n,) normalised rewards of starting now, from those of [OLP] 3.1.
 
         Differs: [OLP] 3.1 counts a prefill as one iteration. Here the end-to-end time that it costs
-        everybody on the worker is taken off, or long prompts with short answers go first.
+        everybody on the worker is taken off, or long prompts with short answers go first. What is
+        left may be below 0; a value then divides it, so that more of it is better there as well.
         """
         weights, value = self._config.weights, view.waiting.value
         if view.waiting.shared:
             value = value * view.waiting.discount
         reward = reward - (weights.e2e + weights.throughput) * held_up
-        return np.asarray(value * reward / normalizer(self._config))
+        weighted = np.where(reward < 0, reward / value, value * reward)
+        return np.asarray(weighted / normalizer(self._config))
 
 
 def _prices(solution: PriceSolution | None, fleet: FleetView, horizon: Horizon) -> Usage:

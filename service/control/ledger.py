@@ -252,8 +252,8 @@ class Ledger:
     ) -> Callable[[], Usage]:
         """What `occupancy` of all workers would give now, to be worked out later in any thread.
 
-        Only copies are made here, of what is not kept already: at most NUMBERS of every started
-        request, the rows kept, and the lengths learned.
+        Only copies are made here, of what is not kept already: at most NUMBERS, TIMES and the
+        worker of every started request, the rows kept, and the lengths learned.
         """
         everyone = np.arange(len(fleet))
         due = self._look(frame, everyone)

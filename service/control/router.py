@@ -183,7 +183,8 @@ class Router:
         if self._config.policy is not PolicyName.ONLINE_LP or not len(self._fleet):
             return None
         self._asked_s = now_s
-        return self._policy.price_problem(self._sight.view(now_s, self._rate.per_s(now_s)))
+        view = self._sight.view(now_s, self._rate.per_s(now_s), with_cached=False)
+        return self._policy.price_problem(view)
 
     def adopt(self, solution: PriceSolution, now_s: float) -> None:
         """Take new prices; ones that are not finite or for another fleet are dropped, counted."""
@@ -285,6 +286,7 @@ class Router:
                 self._affinity.take(worker_id, report)
             case WorkerGone(worker_id):
                 self._ledger.drop_worker(self._fleet.remove(worker_id))
+                self._affinity.forget(worker_id)
             case _:
                 assert_never(event)
         self._natural = None

@@ -50,8 +50,8 @@ class Sight:
             return None
         return self.tenants.discounts(self.waiting.tenants, now_s)
 
-    def view(self, now_s: float, arrivals_per_s: float) -> View:
-        """What there is to decide about now."""
+    def view(self, now_s: float, arrivals_per_s: float, *, with_cached: bool = True) -> View:
+        """What there is to decide about now; prices do not ask what is cached."""
         fleet, kernel = self.fleet, self.kernel
         own = self.ledger.sequences_per_worker(len(fleet))
         lead = self.handoff.lead(now_s, self.config.bucket_iterations)
@@ -100,7 +100,7 @@ class Sight:
             frozen_occupancy=frozen_occupancy,
             kv_ceiling_tokens=kv_ceiling_tokens,
             arrivals_per_s=arrivals_per_s,
-            cached=self.waiting.cached(),
+            cached=self.waiting.cached() if with_cached else None,
         )
 
 

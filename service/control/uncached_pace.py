@@ -106,6 +106,8 @@ class UncachedPace:
     def forget(self, worker_id: str) -> None:
         """A worker is gone or began anew."""
         self._seen.pop(worker_id, None)
+        kept = {name: one for name, one in self._computing.items() if one.worker_id != worker_id}
+        self._computing = kept
 
     def pending(self, worker_ids: Sequence[str]) -> FloatArray:
         """(g,) prompt tokens started on each worker and not computed yet."""

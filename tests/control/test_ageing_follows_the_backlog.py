@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from service.control import ControlConfig, Left, Outcome, PriceConfig, Progressed, Router
+from service.control import (
+    ControlConfig,
+    Left,
+    Outcome,
+    PriceConfig,
+    Progressed,
+    Router,
+    WorkerChanged,
+    WorkerJoined,
+    WorkerState,
+)
 from tests.control.driving import ask, router_with, spec, starts
 
 CONFIG = ControlConfig(
@@ -37,7 +47,7 @@ def _who_is_next(router: Router, now_s: float) -> str:
     # A token came every 0.01 s, as the worker's iteration time says.
     router.handle(Progressed({"first": round(now_s / 0.01)}), now_s)
     router.tick(now_s - 0.001)
-    router.handle(ask("short", now_s, decode_tokens_hint=1), now_s)
+    router.handle(ask("short", now_s, decode_tokens_hint=1, model="m"), now_s)
     router.handle(Left("first", Outcome.COMPLETED, 50), now_s)
     return starts(router.tick(now_s))[0][0]
 
@@ -86,9 +96,10 @@ def test_ageing_can_be_switched_off() -> None:
     assert _who_is_next(_busy(replace(CONFIG, age_bound_s=0.0)), 1e5) == "short"
 
 
-def _crowd(config: ControlConfig, **huge: int) -> Router:
+def _crowd(config: ControlConfig, router: Router | None = None, **huge: int) -> Router:
     """As `_busy`, with one request that is larger than the twenty others of 100 tokens."""
-    router = router_with(config, spec("w0", batch_limit=1, kv=10**6, iteration_s=0.01))
+    if router is None:
+        router = router_with(config, spec("w0", batch_limit=1, kv=10**6, iteration_s=0.01))
     router.handle(ask("first", decode_tokens_hint=50), 0.0)
     router.tick(0.0)
     router.handle(ask("huge", **huge), 0.0)
@@ -111,6 +122,33 @@ def test_nobody_waits_longer_before_enough_have_come() -> None:
     # One in a hundred of 22 is nobody.
     config = replace(CONFIG, age_factor=0.3, age_share=0.99, age_stretch=2.0)
     assert _who_is_next(_crowd(config, decode_tokens_hint=400), 8.0) == "huge"
+
+
+def test_a_rule_that_begins_in_a_running_service_counts_those_who_came_since() -> None:
+    config = replace(CONFIG, age_factor=0.3, age_share=0.99, age_stretch=2.0)
+    worker = spec("w0", batch_limit=1, kv=10**6, iteration_s=0.01)
+    router = router_with(replace(config, age_factor=0.5), worker)
+    for index in range(2000):
+        router.handle(ask(f"old{index}", 0.0), 0.0)
+        router.handle(Left(f"old{index}", Outcome.CANCELLED), 0.0)
+    router.reconfigure(config)
+    # One in a hundred of 22 is nobody, of 2,022 it would be twenty.
+    assert _who_is_next(_crowd(config, router, decode_tokens_hint=400), 8.0) == "huge"
+
+
+def test_a_worker_that_was_away_says_nothing_of_waits() -> None:
+    """While nobody could start, draining takes for ever; that is no wait to be remembered."""
+    served = replace(spec("w0", batch_limit=1, iteration_s=0.01), models=frozenset({"m"}))
+    router = router_with(replace(CONFIG, age_factor=1.0), served)
+    router.handle(WorkerJoined(replace(served, worker_id="w1", models=frozenset({"n"}))), 0.0)
+    router.handle(ask("first", 0.0, decode_tokens_hint=50, model="m"), 0.0)
+    router.tick(0.0)
+    for index in range(10):
+        router.handle(ask(f"long{index}", 0.0, decode_tokens_hint=100, model="m"), 0.0)
+    router.handle(WorkerChanged("w0", WorkerState.DOWN), 0.5)
+    router.tick(0.5)
+    router.handle(WorkerChanged("w0", WorkerState.UP), 0.6)
+    assert _who_is_next(router, 11.0) == "long0"
 
 
 def test_those_of_usual_size_never_wait_a_multiple() -> None:

@@ -86,8 +86,13 @@ def test_the_foremost_start_as_in_the_whole_pass_or_say_that_they_cannot_tell() 
 def test_bounds_leave_out_only_what_is_below_them() -> None:
     bound = np.random.default_rng(1).permutation(1000) / 8
     places, others = foremost(bound)
-    assert sorted(places.tolist()) == np.flatnonzero(bound >= others).tolist()
-    assert np.delete(bound, places).max() < others
+    assert sorted(places.tolist()) == np.flatnonzero(bound > others).tolist()
+    assert np.delete(bound, places).max() == others
+
+
+def test_of_a_crowd_of_equals_nobody_is_looked_at() -> None:
+    places, others = foremost(np.full(1000, 0.5))
+    assert (places.size, others) == (0, 0.5)
 
 
 @given(st.integers(0, 2**32 - 1))

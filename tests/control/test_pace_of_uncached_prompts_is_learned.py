@@ -52,6 +52,17 @@ def test_a_pace_that_changes_is_followed() -> None:
     assert pace.tokens_per_s(["w0"])[0] == pytest.approx(5_000.0, rel=0.15)
 
 
+def test_prompts_of_a_worker_that_began_anew_teach_nothing() -> None:
+    pace = UncachedPace(TOLD)
+    pace.start("before", "w0", 5000.0, 0.0)
+    pace.forget("w0")
+    pace.start("after", "w0", 1000.0, 1.0)
+    assert pace.pending(["w0"]).tolist() == [1000.0]
+    pace.computed("before", 100.0, ITERATION_S)
+    assert pace.pending(["w0"]).tolist() == [1000.0]
+    assert pace.tokens_per_s(["w0"]) == pytest.approx([TOLD])
+
+
 def test_absurd_times_stay_within_bounds() -> None:
     pace = UncachedPace(TOLD)
     for number in range(100):

@@ -91,3 +91,15 @@ def test_the_least_work_goes_first_its_prompt_included(
     router.handle(ask("many", now_s, 10, decode_tokens_hint=60), now_s)
     router.handle(Left("running0", Outcome.COMPLETED, 1000), now_s)
     assert starts(router.tick(now_s)) == [(first, "w0")]
+
+
+@pytest.mark.parametrize("prompt", [10, 900_000])
+def test_more_value_goes_first_even_where_a_prompt_costs_more_than_the_start_is_worth(
+    prompt: int,
+) -> None:
+    router, now_s = _experienced(CONFIG)
+    now_s += 1000 * ITERATION_S
+    for name, value in (("less", 1.0), ("more", 1.9)):
+        router.handle(ask(name, now_s, prompt, decode_tokens_hint=20, value=value), now_s)
+    router.handle(Left("running0", Outcome.COMPLETED, 1000), now_s)
+    assert starts(router.tick(now_s)) == [("more", "w0")]
