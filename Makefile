@@ -20,9 +20,11 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup ## three policies on four mock workers over real HTTP, one comparison (3 minutes)
 	@$(BIN)/bidgate-load demo --out out/demo
 
-# With JOBS=2 one process has whatever uses sockets, the other what only computes (tests/conftest.py).
-test: setup ## the test suite (JOBS=2 on two idle processors)
-	@$(BIN)/pytest $(if $(JOBS),-n $(JOBS) --dist loadgroup)
+# Of two processes one has whatever uses sockets, the other what only computes (tests/conftest.py); JOBS=1 for one after
+# the other.
+JOBS ?= $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -ge 2 ] && echo 2 || echo 1)
+test: setup ## the test suite (6 minutes on two idle processors)
+	@$(BIN)/pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadgroup)
 
 # Or, on workers that run already: make test-vllm BIDGATE_VLLM_URLS="http://a:8000 http://b:8000"
 test-vllm: setup ## the tests against real vLLM on the CPU (installs it: 2.5 GB, 4 GiB of memory)
@@ -45,13 +47,14 @@ bench: setup ## benchmarks into out/bench
 
 # Each load is a measurement of its own, on fresh engines; only a machine with nothing else to do tells the truth.
 # SHARED=1 lets engines and routers share all processors, which makes the engines slower for routers than for none.
-LOADS ?= 1.1 1.3
+LOADS ?= 1.1 1.3 1.5
+DURATION ?= 60
 VLLM_ENGINES := tests.vllm.workers --count 2 --batch-limit 8 --kv-blocks 100 $(if $(SHARED),,--apart)
-bench-vllm: setup ## bidgate, vllm-router and plain round robin before two real vLLM engines (about 25 minutes)
+bench-vllm: setup ## bidgate, vllm-router and plain round robin before two real vLLM engines (25 minutes for each of LOADS)
 	@scripts/vllm-env "$(PYTHON)" && scripts/vllm-router-env "$(PYTHON)"
 	@set -e; for load in $(LOADS); do \
 	  $(BIN)/python -m $(VLLM_ENGINES) -- $(BIN)/bidgate-load bench vllm --max-num-seqs 8 --vocabulary-tokens 2048 \
-	    --load $$load --duration-s $(if $(SHARED),20,30) --out out/bench/vllm-$$load \
+	    --load $$load --duration-s $(DURATION) --out out/bench/vllm-$$load \
 	    --docs docs/results/vllm-side-by-side.md --part "load $$load$(if $(SHARED), on shared processors)" --workers; done
 
 experiments: setup ## the paper's experiments and more, reduced; docs/results anew (DATA=folder of recorded traces)

@@ -9,7 +9,7 @@ engine_reports.py compares them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from service.worker_config import RANKS_MAX
@@ -39,24 +39,28 @@ _PREFIX_HITS: Final = (b"vllm:prefix_cache_hits_total", b"vllm:gpu_prefix_cache_
 _CACHE_CONFIG: Final = b"vllm:cache_config_info"
 _PROCESS_START: Final = b"process_start_time_seconds"
 
-_WANTED: Final = frozenset(
+_CHEAP: Final = frozenset(
     {
         *_KV_USE,
-        *(name + end for name in (*_TOKEN_LATENCY, *_QUEUE_TIME) for end in (b"_sum", b"_count")),
         _RUNNING,
         _WAITING,
         _WAITING_BY_REASON,
         _PREEMPTIONS,
         _GENERATION_TOKENS,
-        _REQUEST_SUCCESS,
-        *_PREFIX_QUERIES,
-        *_PREFIX_HITS,
         _CACHE_CONFIG,
         _PROCESS_START,
     }
 )
-# What to ask of a page that can be filtered with `name[]=`.
+_WANTED: Final = _CHEAP | {
+    *(name + end for name in (*_TOKEN_LATENCY, *_QUEUE_TIME) for end in (b"_sum", b"_count")),
+    _REQUEST_SUCCESS,
+    *_PREFIX_QUERIES,
+    *_PREFIX_HITS,
+}
+# What to ask of a page that can be filtered with `name[]=`: everything, and what costs an engine
+# little. To render a histogram takes it as long as many gauges.
 WANTED_SERIES: Final = tuple(sorted(name.decode() for name in _WANTED))
+CHEAP_SERIES: Final = tuple(sorted(name.decode() for name in _CHEAP))
 
 # More `engine` labels than any deployment has ranks: the memory a hostile page can claim.
 ENGINES_MAX: Final = RANKS_MAX
@@ -119,6 +123,11 @@ class EngineSample:
         if self.kv_use is None or self.kv_capacity_tokens is None:
             return None
         return round(self.kv_use * self.kv_capacity_tokens)
+
+    def filled_from(self, earlier: EngineSample) -> EngineSample:
+        """The same, and what it does not tell as an earlier page told it."""
+        untold = (spec.name for spec in fields(self) if getattr(self, spec.name) is None)
+        return replace(self, **{name: getattr(earlier, name) for name in untold})
 
     @property
     def is_empty(self) -> bool:

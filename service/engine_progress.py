@@ -39,7 +39,9 @@ class EngineProgress:
             page: the newest scrape.
             now_s: when it was taken; seconds of any clock that only grows.
         """
-        marks = {label: _mark(sample) for label, sample in page.engines.items()}
+        marks = {
+            label: _mark(sample, self._marks.get(label)) for label, sample in page.engines.items()
+        }
         self._moved_s = {
             label: self._moved_s.get(label, now_s)
             if mark is not None and mark == self._marks.get(label)
@@ -50,9 +52,14 @@ class EngineProgress:
         return max((now_s - moved_s for moved_s in self._moved_s.values()), default=0.0)
 
 
-def _mark(sample: EngineSample) -> _Mark | None:
-    """What must change while requests run; None when nothing has to."""
-    counters = tuple(getattr(sample, name) for name in _MOVING)
+def _mark(sample: EngineSample, before: _Mark | None) -> _Mark | None:
+    """What must change while requests run; None when nothing has to.
+
+    What a page does not tell is as it was before: not every scrape asks for everything.
+    """
+    told = (getattr(sample, name) for name in _MOVING)
+    earlier = before or (None,) * len(_MOVING)
+    counters = tuple(was if now is None else now for now, was in zip(told, earlier, strict=True))
     if not sample.running or all(counter is None for counter in counters):
         return None
     return counters

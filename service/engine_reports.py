@@ -111,9 +111,13 @@ class EngineReports:
         return sum(now - last for last, now in known)
 
     def _remember(self, page: EnginePage, restarted: bool) -> None:
-        """Keep the page; engines it does not name keep their last counters until a restart."""
+        """Keep the page; what it does not name keeps its last counters until a restart."""
         kept = {} if restarted or len(self._last) > ENGINES_MAX else self._last
-        self._last = {**kept, **page.engines}
+        now = {
+            label: sample.filled_from(kept[label]) if label in kept else sample
+            for label, sample in page.engines.items()
+        }
+        self._last = {**kept, **now}
         if page.process_start_s is not None:
             self._process_start_s = page.process_start_s
 

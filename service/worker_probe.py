@@ -12,7 +12,7 @@ import aiohttp
 import httpx
 import orjson
 
-from service.engine_metrics import WANTED_SERIES, parse_engine_page
+from service.engine_metrics import CHEAP_SERIES, WANTED_SERIES, parse_engine_page
 
 if TYPE_CHECKING:
     from service.engine_metrics import EnginePage
@@ -50,8 +50,9 @@ class WorkerProbe:
         self._models_url = httpx.URL(worker.url + "/v1/models")
         self._page_url = httpx.URL(worker.url + "/metrics")
         # With the slash the request reaches prometheus_client's own application, which filters.
-        self._filtered_url = httpx.URL(
-            worker.url + "/metrics/", params=[("name[]", name) for name in WANTED_SERIES]
+        self._filtered_url, self._cheap_url = (
+            httpx.URL(worker.url + "/metrics/", params=[("name[]", name) for name in names])
+            for names in (WANTED_SERIES, CHEAP_SERIES)
         )
         self._filter_works = True
 
@@ -74,14 +75,19 @@ class WorkerProbe:
         if status >= 500:
             raise ProbeFailedError(f"/health answered {status}")
 
-    async def metrics(self, timeout_s: float) -> EnginePage:
+    async def metrics(self, timeout_s: float, *, cheap: bool = False) -> EnginePage:
         """Scrape the engine's series, filtered when the server can do that.
+
+        Args:
+            timeout_s: for one page.
+            cheap: leave histograms and cache counters out, where the server can filter.
 
         Raises:
             ProbeFailedError: no answer, an error status, or a page without any vLLM series.
         """
         if self._filter_works:
-            status, body = await self._get(self._filtered_url, timeout_s)
+            url = self._cheap_url if cheap else self._filtered_url
+            status, body = await self._get(url, timeout_s)
             page = parse_engine_page(body)
             if status == 200 and not page.total.is_empty:
                 return page

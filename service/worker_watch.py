@@ -9,6 +9,7 @@ worker_probe.py for how it is asked, watched_worker.py for what is published.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -90,6 +91,7 @@ class WorkerWatch:
         self._served = _Served(names=self._server.models)
         self._counts = _Counts()
         self._scraped_at_s: float | None = None
+        self._histograms_due_s = -math.inf
         self._stale_logged = False
         self._advice = ""
         self._reprobe_s = config.reprobe_min_s
@@ -241,6 +243,7 @@ class WorkerWatch:
         """Return when the server has answered a health check."""
         self._lost.clear()
         self._probe.reset()
+        self._histograms_due_s = -math.inf
         while True:
             try:
                 await self._probe.health(self._config.health_timeout_s)
@@ -303,12 +306,15 @@ class WorkerWatch:
     async def _scrape(self) -> None:
         """Publish what one scrape says; a failed one leaves the controller with its ledger."""
         sent_at_s = _now_s()
+        cheap = sent_at_s < self._histograms_due_s
         try:
-            page = await self._probe.metrics(self._config.metrics_timeout_s)
+            page = await self._probe.metrics(self._config.metrics_timeout_s, cheap=cheap)
         except ProbeFailedError as error:
             self._scrape_failed(error, sent_at_s)
             return
         self._counts.scrapes_ok += 1
+        if not cheap:
+            self._histograms_due_s = sent_at_s + self._config.histograms_interval_s
         self._counts.malformed_lines += page.malformed_lines
         self._scraped_at_s = sent_at_s
         if self._stale_logged:

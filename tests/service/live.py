@@ -96,7 +96,8 @@ async def serving(
     urls: Sequence[str], *, wait: bool = True, **groups: object
 ) -> AsyncIterator[Live]:
     """Serve in front of workers at these URLs; leaves with nothing held."""
-    quick = WatchConfig(metrics_interval_s=0.05, reprobe_min_s=0.05, reprobe_max_s=0.2)
+    often = {"metrics_interval_s": 0.05, "histograms_interval_s": 0.05}
+    quick = WatchConfig(**often, reprobe_min_s=0.05, reprobe_max_s=0.2)
     settings = Settings(**{"workers": tuple(urls), "watch": quick} | groups)  # type: ignore[arg-type]
     service = assemble(settings)
     config = settings.server if "server" in groups else ServerConfig(port=0, drain_s=5.0)

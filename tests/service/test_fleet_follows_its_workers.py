@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
 CONFIG = WatchConfig()
+WHOLE_PAGES = WatchConfig(metrics_interval_s=0.25, histograms_interval_s=0.1)
+"""Every scrape asks for everything."""
 
 
 class Watched:
@@ -315,7 +317,7 @@ def test_slow_metrics_do_not_hide_that_the_engine_died() -> None:
 def test_the_iteration_time_is_the_engines_own_between_two_scrapes() -> None:
     async def scenario() -> None:
         server = ScriptedServer(metrics=page(gaps=1000, gap_s=0.05))
-        async with watching({"a": server}) as watched:
+        async with watching({"a": server}, WHOLE_PAGES) as watched:
             await asyncio.sleep(0.01)
             assert watched.reports()[-1].iteration_s is None
             server.metrics = page(gaps=1500, gap_s=0.04)
@@ -337,7 +339,7 @@ def test_the_old_names_of_vllms_series_are_understood() -> None:
             b"vllm:time_per_output_token_seconds_count{} 1000\n"
         )
         server = ScriptedServer(metrics=old % 9)
-        async with watching({"a": server}) as watched:
+        async with watching({"a": server}, WHOLE_PAGES) as watched:
             await asyncio.sleep(0.01)
             server.metrics = (old % 10).replace(b" 1000\n", b" 1010\n")
             await asyncio.sleep(0.3)
@@ -351,7 +353,7 @@ def test_the_old_names_of_vllms_series_are_understood() -> None:
 def test_what_the_page_lacks_is_reported_as_unknown() -> None:
     async def scenario() -> None:
         server = ScriptedServer(metrics=b"vllm:num_requests_running 2\n")
-        async with watching({"a": server}) as watched:
+        async with watching({"a": server}, WHOLE_PAGES) as watched:
             await asyncio.sleep(0.3)
             assert watched.reports()[-1] == WorkerReport(running=2)
 
@@ -396,7 +398,7 @@ def test_a_restart_is_told_once_and_makes_no_negative_rate(hint: str) -> None:
 def test_an_engine_that_shows_its_series_late_is_no_restart() -> None:
     async def scenario() -> None:
         server = ScriptedServer(metrics=page(gaps=1000, engine="0"))
-        async with watching({"a": server}) as watched:
+        async with watching({"a": server}, WHOLE_PAGES) as watched:
             await asyncio.sleep(1)
             server.metrics = page(gaps=1100, engine="0") + page(gaps=5, gap_s=9, engine="1")
             before = len(watched.reports())
@@ -506,6 +508,40 @@ def test_scrapes_are_filtered_where_that_works_and_never_more_frequent_than_set(
         scrapes = 40 / CONFIG.metrics_interval_s
         for hits in (filtering.hits["/metrics/"], multiprocess.hits["/metrics"]):
             assert 0.9 * scrapes < hits < 1.1 * scrapes
+
+    run_virtual(scenario())
+
+
+def test_most_scrapes_leave_out_what_costs_an_engine_time() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer(metrics=page(running=1, gaps=100))
+        async with watching({"a": server}) as watched:
+            for second in range(40):
+                server.metrics = page(running=1, gaps=100 + 10 * second, gap_s=0.02)
+                await asyncio.sleep(1)
+            assert watched.fleet.stats()[0].restarts == 0
+        whole = server.hits["/metrics/"] - server.cheap_scrapes
+        assert (
+            0.8 * 40 / CONFIG.histograms_interval_s < whole < 40 / CONFIG.histograms_interval_s + 2
+        )
+        reports = [event.report for event in watched.events if isinstance(event, WorkerReported)]
+        seen = [report for report in reports if report.iteration_s is not None]
+        assert 0 < len(seen) <= whole
+        assert sum(report.generated_tokens or 0 for report in reports) == 10 * 39
+        assert all(report.kv_capacity_tokens for report in reports)
+
+    run_virtual(scenario())
+
+
+def test_a_restart_is_told_once_whichever_page_shows_it_first() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer(metrics=page(running=1, gaps=1000))
+        async with watching({"a": server}) as watched:
+            await asyncio.sleep(10)
+            for start in range(1, 9):
+                server.metrics = page(running=1, gaps=10 * start, started_s=1000.0 * (start + 1))
+                await asyncio.sleep(3.3)
+            assert watched.fleet.stats()[0].restarts == 8
 
     run_virtual(scenario())
 
