@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -46,10 +46,15 @@ class HeadBounds:
     timeout_s: float
 
 
+Refused: TypeAlias = "Callable[[Answer, str, str], None]"
+"""Told of each refusal: the answer, why, and the address it went to."""
+
+
 class _BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
     bounds: HeadBounds
+    refused: Refused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -205,6 +210,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             answering = [self.cycle] if self.cycle.response_started else []
         if not answering:
             self.transport.write(_by_hand(answer, why))
+        host, port = self.client or ("", 0)
+        self.refused(answer, why, f"{host}:{port}")
         self.transport.close()
 
 
@@ -244,7 +251,8 @@ def _answer_without_chunks(cycle: RequestResponseCycle) -> None:
     cycle.send = sending  # type: ignore[method-assign]
 
 
-def bounded_http(bounds: HeadBounds) -> type[asyncio.Protocol]:
+def bounded_http(bounds: HeadBounds, refused: Refused) -> type[asyncio.Protocol]:
     """Make the protocol class that uvicorn is to use."""
     make: Callable[..., type[_BoundedProtocol]] = type
-    return make("BoundedProtocol", (_BoundedProtocol,), {"bounds": bounds})
+    settled = {"bounds": bounds, "refused": staticmethod(refused)}
+    return make("BoundedProtocol", (_BoundedProtocol,), settled)

@@ -38,7 +38,10 @@ class DrainingServer(uvicorn.Server):
             uvicorn.Config(
                 service.app,
                 loop="uvloop",
-                http=bounded_http(HeadBounds(config.head_bytes_max, config.head_timeout_s)),
+                http=bounded_http(
+                    HeadBounds(config.head_bytes_max, config.head_timeout_s),
+                    service.telemetry.observe_no_request,
+                ),
                 ws="none",
                 lifespan="on",
                 log_config=None,

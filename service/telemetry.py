@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from service.control.events import WorkerState
 from service.control.replica_worth import ReplicaWorth, replica_worths
 from service.control.stats import AffinityStats, PrefillStats, RouterStats, TenantStats, WorkerStats
+from service.errors import Answer
 from service.fleet_types import WatchStats
 from service.queue_stats import QueueStats
 from service.request_record import RequestRecord, as_line
@@ -83,6 +84,13 @@ class Telemetry:
             "bidgate_responses", "Answers of proxied routes", ["code"], registry=self.registry
         )
 
+        self._no_requests = Counter(
+            "bidgate_connections_refused",
+            "Connections closed because what came was no request, too long or too slow",
+            ["reason"],
+            registry=self.registry,
+        )
+
     def observe_tick(self, duration_s: float) -> None:
         """Count one decision."""
         self._tick_s.observe(duration_s)
@@ -104,6 +112,18 @@ class Telemetry:
         """Count a request that was turned away at the door, and write its line."""
         self._responses.labels(code=record.status).inc()
         self._write(record)
+
+    def observe_no_request(self, answer: Answer, why: str, client: str) -> None:
+        """Count what never became a request, and write its line."""
+        self._no_requests.labels(reason=answer.code).inc()
+        if self._log_requests:
+            self._log.info(
+                "connection_refused",
+                client=client,
+                status=answer.status,
+                reason=answer.code,
+                detail=why,
+            )
 
     def _write(self, record: RequestRecord) -> None:
         if self._log_requests:

@@ -320,7 +320,10 @@ class Router:
             lost_s = max(self._nobody_up_since_s, *left_s)
             if now_s - max(entry.entered_s, lost_s) < hold_s:
                 continue
-            detail = f"no worker that serves the request came up within {hold_s:g} s"
+            detail = (
+                f"no worker that serves the request was up within {hold_s:g} s: check the workers' "
+                "URLs, and that one answers /health"
+            )
             why = self._life.too_large(entry) if entry.too_large else (Refusal.NO_WORKER, detail)
             commands.append(self._life.refuse(request_id, *why))
         return commands

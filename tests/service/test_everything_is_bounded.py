@@ -74,14 +74,20 @@ async def test_a_head_over_its_bound_is_a_431(many: bool, complete: bool) -> Non
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhos"])
 async def test_a_head_that_does_not_come_is_a_408(sent: bytes) -> None:
-    async with (
-        serving_mocks([mock()], server=SMALL_HEAD) as live,
-        connected(live) as (reader, writer),
-    ):
-        writer.write(sent)
-        got = await read_all(reader)
-        assert got.startswith(b"HTTP/1.1 408 ")
-        assert b'"code":"head_too_slow"' in got
+    with capture_logs() as logs:
+        async with (
+            serving_mocks([mock()], server=SMALL_HEAD) as live,
+            connected(live) as (reader, writer),
+        ):
+            writer.write(sent)
+            got = await read_all(reader)
+            assert got.startswith(b"HTTP/1.1 408 ")
+            assert b'"code":"head_too_slow"' in got
+            port = writer.get_extra_info("sockname")[1]
+    lines = [line for line in logs if line["event"] == "connection_refused"]
+    assert [(line["reason"], line["client"]) for line in lines] == [
+        ("head_too_slow", f"127.0.0.1:{port}")
+    ]
 
 
 async def test_a_connection_may_idle_between_requests_and_a_long_answer_is_no_slow_head() -> None:

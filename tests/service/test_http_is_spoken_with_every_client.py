@@ -273,6 +273,8 @@ async def test_what_is_no_http_is_an_error_in_the_usual_shape(data: bytes) -> No
         assert fields["x-bidgate-reason"] == "bad_http"
         assert fields["connection"] == "close"
         assert await peer.rest() == b""
+        page = (await live.client.get(f"{live.url}/metrics")).text
+        assert 'bidgate_connections_refused_total{reason="bad_http"} 1.0' in page
 
 
 async def test_a_compressed_body_is_told_that_bidgate_reads_none() -> None:
