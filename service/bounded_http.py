@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from service.errors import Answer, error_body
+from service.errors import BAD_HTTP, HEAD_TOO_LARGE, HEAD_TOO_SLOW, Answer, error_body
 from service.headers import RawHeaders
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-HEAD_TOO_LARGE: Final = Answer(431, "invalid_request_error", "head_too_large")
-HEAD_TOO_SLOW: Final = Answer(408, "timeout_error", "head_too_slow")
-BAD_HTTP: Final = Answer(400, "invalid_request_error", "bad_http")
 AHEAD_MAX: Final = 4
 """Requests behind the one that is being answered up to which reading goes on; what one read brought
 is parsed whole."""

@@ -71,6 +71,12 @@ class Answer:
     retry: bool = False
 
 
+HEAD_TOO_LARGE: Final = Answer(431, "invalid_request_error", "head_too_large")
+HEAD_TOO_SLOW: Final = Answer(408, "timeout_error", "head_too_slow")
+BAD_HTTP: Final = Answer(400, "invalid_request_error", "bad_http")
+NO_REQUEST: Final = (HEAD_TOO_LARGE, HEAD_TOO_SLOW, BAD_HTTP)
+"""Answers to what never became a request."""
+
 REFUSAL_ANSWERS: Final[Mapping[Refusal, Answer]] = MappingProxyType(
     {
         Refusal.QUEUE_FULL: Answer(429, "rate_limit_error", "queue_full", retry=True),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final, TypeAlias
 
 from service.errors import BadRequestError
 
 RawHeaders: TypeAlias = list[tuple[bytes, bytes]]
+
+LENGTH_DIGITS_MAX: Final = 18
+LENGTH_MAX: Final = 10**LENGTH_DIGITS_MAX
 
 DATA_PARALLEL_RANK: Final = b"x-data-parallel-rank"
 """Pins a request to one data-parallel rank of a vLLM server."""
@@ -32,6 +36,9 @@ _NOT_TO_WORKER: Final = _HOP_BY_HOP | {
 }
 # Made anew for the client by the server or the edge.
 _NOT_TO_CLIENT: Final = _HOP_BY_HOP | {b"date", b"x-request-id"}
+
+_TOKEN: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
+_CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
 """Where clients put keys; those that are bidgate's own go no further."""
@@ -68,10 +75,18 @@ def to_worker(headers: RawHeaders, *, streams: bool, drop_authorization: bool) -
 
 
 def to_client(headers: RawHeaders) -> RawHeaders:
-    """Keep what a worker's headers say to the client; names become lower case."""
+    """Keep what a worker's headers say to the client; names become lower case.
+
+    A name that is no token is left out, and a control character in a value becomes a blank
+    (RFC 9110, 5.5): the reader of a worker's answer takes them, our server sends none.
+    """
     lower = [(name.lower(), value) for name, value in headers]
     dropped = _NOT_TO_CLIENT | _named_in_connection(lower)
-    return [(name, value) for name, value in lower if name not in dropped]
+    return [
+        (name, _CONTROL.sub(b" ", value))
+        for name, value in lower
+        if name not in dropped and _TOKEN.fullmatch(name)
+    ]
 
 
 def first(headers: RawHeaders, name: bytes) -> bytes | None:
@@ -80,6 +95,15 @@ def first(headers: RawHeaders, name: bytes) -> bytes | None:
         if key == name:
             return value
     return None
+
+
+def announced_bytes(headers: RawHeaders) -> int | None:
+    """The content-length; None where it is missing or no number, LENGTH_MAX where it is absurd."""
+    told = first(headers, b"content-length")
+    if told is None or not told.isdigit():
+        return None
+    # Python refuses to read numbers of thousands of digits.
+    return int(told) if len(told) <= LENGTH_DIGITS_MAX else LENGTH_MAX
 
 
 def _check_utf8(name: bytes, value: bytes) -> None:

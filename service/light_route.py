@@ -14,7 +14,7 @@ from service.call import Call
 from service.errors import UnknownResponseError
 from service.exchange import Exchange
 from service.forwarder import Forwarder
-from service.headers import first, to_worker
+from service.headers import announced_bytes, first, to_worker
 from service.intake import read_light_body
 from service.light import LightPath, Wanted
 from service.owners import Owners
@@ -116,9 +116,9 @@ class LightRoute:
                 await self._send(replace(call, body=bytes(upload.head)), wanted, exchange)
             return
         headers = list(call.headers)
-        announced = first(exchange.headers, b"content-length")
-        if announced is not None and announced.isdigit():
-            headers.append((b"content-length", str(int(announced) + grown_bytes).encode()))
+        announced = announced_bytes(exchange.headers)
+        if announced is not None:
+            headers.append((b"content-length", str(announced + grown_bytes).encode()))
         async with flowing(upload, exchange.reply) as body:
             await self._send(replace(call, headers=headers, body=body), wanted, exchange)
 

@@ -16,7 +16,7 @@ import orjson
 
 from service.surface import Api
 
-_USAGE: Final = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+_USAGE: Final = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})(?!\d)')
 _NAMED: Final = re.compile(rb"^event: ?([\w.-]+)", re.MULTILINE)
 ENDS: Final = frozenset(
     {b"message_stop"} | {b"response." + how for how in (b"completed", b"incomplete", b"cancelled")}
@@ -29,7 +29,10 @@ EVENT_BYTES_MAX: Final = 1 << 20
 
 
 def usage_tokens(body: bytes) -> int | None:
-    """Find the last completion_tokens or output_tokens in JSON bytes, or None."""
+    """Find the last completion_tokens or output_tokens in JSON bytes, or None.
+
+    No answer has a thousand million tokens: such a number is as good as none.
+    """
     if b'_tokens"' not in body:
         return None
     found = _USAGE.findall(body)

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from service.control.events import WorkerState
 from service.control.replica_worth import ReplicaWorth, replica_worths
 from service.control.stats import AffinityStats, PrefillStats, RouterStats, TenantStats, WorkerStats
-from service.errors import Answer
+from service.errors import NO_REQUEST, Answer
 from service.fleet_types import WatchStats
 from service.queue_stats import QueueStats
 from service.request_record import RequestRecord, as_line
@@ -90,6 +90,8 @@ class Telemetry:
             ["reason"],
             registry=self.registry,
         )
+        for answer in NO_REQUEST:
+            self._no_requests.labels(reason=answer.code)
 
     def observe_tick(self, duration_s: float) -> None:
         """Count one decision."""

@@ -25,7 +25,7 @@ from service.errors import (
     ClientGoneError,
     EncodedBodyError,
 )
-from service.headers import RawHeaders, first
+from service.headers import RawHeaders, announced_bytes, first
 from service.interrupt import Interrupt
 
 CHUNKS_AHEAD: Final = 2
@@ -52,8 +52,7 @@ class BodyBounds:
         Raises:
             BodyTooLargeError: it does.
         """
-        announced = first(headers, b"content-length")
-        if announced is not None and announced.isdigit() and int(announced) > self.bytes_max:
+        if (announced_bytes(headers) or 0) > self.bytes_max:
             raise self.too_large()
 
     def too_large(self) -> BodyTooLargeError:

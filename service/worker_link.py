@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 BROKEN: Final = (httpx.HTTPError, httpx.StreamError, aiohttp.ClientError, OSError)
 """What a transport may raise while a response is read."""
 
-AUTO_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")
+STATUSES: Final = range(200, 600)
+"""Of an answer: what comes before 200 is none, and no server sends one from 600 on."""
+AUTO_HEADERS: Final = ("accept", "accept-encoding", "content-type", "user-agent")
 
 
 class _Response(aiohttp.ClientResponse):
@@ -88,7 +90,7 @@ class WorkerTransport(AiohttpTransport):
         if _repeats(request.headers):
             request.headers = _EachHeader(request.headers.raw)
         try:
-            return await super().handle_async_request(request)
+            response = await super().handle_async_request(request)
         except httpx.ConnectTimeout as error:
             match error.__cause__:
                 case aiohttp.ConnectionTimeoutError():
@@ -100,6 +102,12 @@ class WorkerTransport(AiohttpTransport):
                     raise httpx.ReadError(message, request=request) from cause
         except aiohttp.ClientError as error:
             raise httpx.RemoteProtocolError(str(error), request=request) from error
+        if response.status_code not in STATUSES:
+            await response.aclose()
+            raise httpx.RemoteProtocolError(
+                f"no answer has the status {response.status_code}", request=request
+            )
+        return response
 
 
 def make_client(

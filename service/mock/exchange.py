@@ -13,6 +13,7 @@ from service.mock.bodies import ApiError
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+RANK_CHARS_MAX: Final = 18
 BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 JSON: Final = b"application/json"
 EVENTS: Final = b"text/event-stream; charset=utf-8"
@@ -111,7 +112,7 @@ class Exchange:
         told = self._headers.get("x-data-parallel-rank", "")
         if not told.removeprefix("-").isdecimal():
             return None
-        if not 0 <= int(told) < size:
+        if len(told) > RANK_CHARS_MAX or not 0 <= int(told) < size:
             raise ApiError(400, f"data_parallel_rank {told} is out of range [0, {size}).")
         return int(told)
 

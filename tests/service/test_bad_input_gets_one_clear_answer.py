@@ -114,6 +114,12 @@ def test_a_prompt_that_fits_no_worker_is_a_400_at_once() -> None:
     assert ends == {"too_large": 1}
 
 
+def test_an_announced_length_of_thousands_of_digits_is_a_413_too() -> None:
+    exchange, worker, _ = send(completion(), headers={"content-length": "9" * 5000})
+    assert (exchange.status, exchange.error["code"]) == (413, "body_too_large")
+    assert worker.requests == []
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_over_the_limit_is_a_413(announced: bool) -> None:
     body = json.dumps(completion(prompt="x" * 2000)).encode()

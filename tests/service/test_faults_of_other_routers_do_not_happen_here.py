@@ -166,6 +166,35 @@ async def test_header_bytes_that_cannot_pass_are_refused_or_go_no_further(
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("wrong", [b"\x01", b"\x0b", b"\x1b[31m", b"\x7f"], ids=repr)
+async def test_header_bytes_of_a_worker_that_no_server_may_send_become_blanks(
+    path: str, wrong: bytes
+) -> None:
+    async def answer(request: Got) -> None:
+        told = whole(200, b"{}", "application/json", "x-name: HERE")
+        request.writer.write(told.replace(b"HERE", b"a" + wrong + b"b"))
+
+    async with in_front_of(RawWorker(answer)) as live:
+        response = await live.client.post(f"{live.url}{path}", json={**BODY, "input": "x"})
+    if response.status_code == 200:
+        assert response.headers["x-name"] == "a" + " " + wrong.decode()[1:] + "b"
+    else:  # where the reader of the worker's answer takes none of them
+        assert (response.status_code, response.json()["error"]["type"]) == (502, "bad_gateway")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("status", ["600", "999", "099", "000", "101"])
+async def test_a_status_that_no_answer_has_is_a_502(path: str, status: str) -> None:
+    async def answer(request: Got) -> None:
+        told = whole(200, b"{}", "application/json")
+        request.writer.write(told.replace(b"HTTP/1.1 200", b"HTTP/1.1 " + status.encode(), 1))
+
+    async with in_front_of(RawWorker(answer)) as live:
+        response = await live.client.post(f"{live.url}{path}", json={**BODY, "input": "x"})
+    assert (response.status_code, response.json()["error"]["type"]) == (502, "bad_gateway")
+
+
+@pytest.mark.parametrize("path", PATHS)
 async def test_headers_of_one_connection_stay_on_it(path: str) -> None:
     """T19, T37: hop-by-hop headers and what Connection names; the worker's own Host."""
 

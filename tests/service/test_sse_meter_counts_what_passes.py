@@ -139,3 +139,4 @@ def test_the_usage_of_a_whole_answer_is_found_in_its_tail() -> None:
     )
     assert usage_tokens(body.encode()) == 31
     assert usage_tokens(b'{"usage":null}') is None
+    assert usage_tokens(b'{"completion_tokens":%s}' % (b"9" * 5000)) is None
