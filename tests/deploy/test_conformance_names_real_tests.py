@@ -9,8 +9,10 @@ import pytest
 from tests.deploy.commands import ROOT
 
 PAGE = (ROOT / "docs/conformance.md").read_text(encoding="utf-8")
+FOLDERS = "service|control|mock|vllm|loadgen|chaos|fuzz|deploy"
+FILE = rf"(?:{FOLDERS})/test_\w+\.py"
 REFERENCE = re.compile(
-    r"((?:service|control|vllm|loadgen|chaos|fuzz)/test_\w+\.py)\s((?:`test_\w+`(?:, )?)+|\d+)"
+    rf"(?P<link>\[)?({FILE})(?(link)\]\(\.\./tests/\2\))\s((?:`test_\w+`(?:, )?)+|\d+)"
 )
 ROWS = [
     line
@@ -27,7 +29,9 @@ def test_every_row_names_a_test(row: str) -> None:
 def test_every_named_test_exists() -> None:
     references = REFERENCE.findall(PAGE)
     assert len(references) > len(ROWS) // 2
-    for file, names in references:
+    named = "".join(names for _, _, names in references)
+    assert re.findall(r"`test_\w+`", named) == re.findall(r"`test_\w+`", PAGE)
+    for _, file, names in references:
         source = (ROOT / "tests" / file).read_text(encoding="utf-8")
         if names.isdigit():
             assert len(re.findall(r"^(?:async )?def test_", source, re.MULTILINE)) >= int(names)
