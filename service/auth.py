@@ -20,10 +20,9 @@ from pydantic import SecretStr
 from service.auth_settings import AuthConfig, ClientKey
 from service.errors import NoSuchRouteError, RateLimitedError, UnauthorizedError
 from service.headers import RawHeaders, first
+from service.surface import ALIVE_PATHS, READY_PATHS
 
-OPEN_PATHS: Final = frozenset(
-    {"/health", "/healthz", "/ready", "/readyz", "/readiness", "/live", "/livez", "/liveness"}
-)
+OPEN_PATHS: Final = frozenset((*ALIVE_PATHS, *READY_PATHS))
 METRICS_PATH: Final = "/metrics"
 ADMIN_PREFIX: Final = "/admin/"
 MINUTE_S: Final = 60.0

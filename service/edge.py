@@ -238,10 +238,12 @@ class Edge:
         reply.anthropic = route.api is Api.MESSAGES
         reply.names_events = route.api in (Api.MESSAGES, Api.RESPONSES)
         now_s = asyncio.get_running_loop().time()
-        limited = not here and scope["method"] == "POST"
+        misfit = _misfit(scope["method"], route)
+        limited = not here and misfit is None
         try:
             visit = self._door.admit(scope["path"], scope["headers"], now_s, limited=limited)
-            self._check_method(scope["method"], route)
+            if misfit is not None:
+                raise misfit
         except ClientError as error:
             if not here:
                 self._note_refusal(scope, route, request_id, error)
@@ -303,12 +305,6 @@ class Edge:
         self._telemetry.observe_refusal(record)
         trace.end(record)
 
-    def _check_method(self, method: str, route: Route) -> None:
-        if route.way is surface.Way.OPERATORS:
-            raise OperatorRouteError(f"{route.path} changes one engine; ask that engine")
-        if route.way is surface.Way.QUEUED and method != "POST":
-            raise MethodNotAllowedError("only POST is allowed here")
-
     def _request_id(self, headers: RawHeaders) -> bytes:
         """The client's request id if it is short and printable, else one of our own."""
         given = next((value for name in REQUEST_ID_HEADERS if (value := first(headers, name))), b"")
@@ -316,6 +312,15 @@ class Edge:
         if 0 < len(text) <= REQUEST_ID_CHARS_MAX and text.isascii() and text.isprintable():
             return given
         return f"{self._prefix}-{next(self._count):x}".encode()
+
+
+def _misfit(method: str, route: Route) -> ClientError | None:
+    """Why a request goes to no worker whoever sends it, or None."""
+    if route.way is surface.Way.OPERATORS:
+        return OperatorRouteError(f"{route.path} changes one engine; ask that engine")
+    if route.way is surface.Way.QUEUED and method != "POST":
+        return MethodNotAllowedError("only POST is allowed here")
+    return None
 
 
 def _record(scope: Scope, request_id: bytes, trace: Trace) -> RequestRecord:

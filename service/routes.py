@@ -13,10 +13,9 @@ from starlette.exceptions import HTTPException
 
 from service.errors import Answer, error_body
 from service.queue_stats import QueueStats
+from service.surface import ALIVE_PATHS, READY_PATHS
 from service.telemetry import Telemetry
 
-ALIVE_PATHS: Final = ("/health", "/healthz", "/live", "/livez", "/liveness", "/ping")
-READY_PATHS: Final = ("/ready", "/readyz", "/readiness")
 REASON_HEADER: Final = "x-bidgate-reason"
 FALLING_BACK: Final = "decisions are first come first served: the policy fails or is too slow"
 
@@ -49,6 +48,8 @@ def routes(
         for path in paths:
             router.add_api_route(path, answer, include_in_schema=path == paths[0])
             router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
+    # As vLLM has it, for SageMaker.
+    router.add_api_route("/ping", health, methods=["POST"], include_in_schema=False)
 
     @router.get("/load")
     async def load() -> dict[str, int]:

@@ -76,6 +76,10 @@ LIGHT: Final = frozenset(
 OPERATORS: Final = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that change one engine: through a router they would change whichever came first."""
 
+ALIVE_PATHS: Final = ("/health", "/healthz", "/live", "/livez", "/liveness", "/ping")
+READY_PATHS: Final = ("/ready", "/readyz", "/readiness")
+"""Routes that probes ask: bidgate's own answers, without a key."""
+
 STORED_PREFIX: Final = "/v1/responses/"
 HERE_PREFIX: Final = "/v1/models"
 SEGMENTS_THAT_CLIMB: Final = frozenset({"", ".", ".."})

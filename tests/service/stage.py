@@ -125,7 +125,8 @@ class Stage:
         plain = () if self.edge.api_key is None else (ClientKey(key=self.edge.api_key),)
         self.door.configure(AuthConfig(), (*self.keys, *plain))
         self.telemetry.watch(self._sources())
-        self.app = self._make_edge(self._make_inner())
+        self.inner = self._make_inner()
+        self.app = self._make_edge(self.inner)
 
     def _make_forwarder(self) -> Forwarder:
         configs = {

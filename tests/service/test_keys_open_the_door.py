@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from service.auth import OPEN_PATHS, Bucket, Door, Limit
+from service.auth import Bucket, Door, Limit
 from service.auth_settings import AuthConfig, ClientKey, client_keys
 from service.control.events import Request
 from service.errors import ClientError, RateLimitedError, UnauthorizedError
@@ -93,11 +94,38 @@ def test_with_keys_every_route_but_health_needs_one(path: str) -> None:
 def test_health_is_open_and_metrics_as_configured() -> None:
     key = a_key("one")
     door = a_door(key)
-    assert {knock(door, path, None, "GET") for path in OPEN_PATHS} == {200}
     assert knock(door, "/metrics", None, "GET") == 200
     closed = a_door(key, metrics_open=False)
     assert knock(closed, "/metrics", None, "GET") == 401
     assert knock(closed, "/metrics", "one", "GET") == 200
+
+
+PROBED = ("/health", "/healthz", "/live", "/livez", "/liveness", "/ping")
+READINESS = ("/ready", "/readyz", "/readiness")
+
+
+@pytest.mark.parametrize("path", [*PROBED, *READINESS])
+def test_whatever_answers_probes_needs_no_key(path: str) -> None:
+    methods = ("GET", "HEAD", "POST") if path == "/ping" else ("GET", "HEAD")
+
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        for method in methods:
+            assert (await stage.send(method, path)).status == 200
+            assert (await stage.send(method, path, headers=bearer("wrong"))).status == 200
+        assert not worker.requests
+
+    run_stage((a_key("one"),), scenario)
+
+
+def test_no_path_is_open_but_those_of_probes() -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        documented = set(stage.inner.openapi()["paths"])
+        assert {"/metrics", "/v1/models", "/scarcity", "/load", "/version"} < documented
+        own = documented | {*PROBED, *READINESS, "/docs", "/redoc", "/openapi.json", "/nowhere"}
+        opened = {path for path in own if (await stage.send("GET", path)).status != 401}
+        assert opened == {*PROBED, *READINESS, "/metrics"}
+
+    run_stage((a_key("one"),), scenario)
 
 
 def test_the_admin_key_opens_admin_and_nothing_else() -> None:
@@ -248,6 +276,59 @@ def test_a_rate_of_requests_is_kept_and_retry_after_is_true() -> None:
         assert models.status == 200
 
     run_stage((limited,), scenario)
+
+
+WORK = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"),
+    ("GET", "/tokenizer_info"),
+    ("GET", "/v1/responses/resp_1"),
+    ("DELETE", "/v1/responses/resp_1"),
+    *((method, "/v1/things/7") for method in ("GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS")),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), WORK)
+def test_limits_hold_for_whatever_goes_to_a_worker(method: str, path: str) -> None:
+    body = json.dumps(completion()).encode() if method == "POST" else b""
+
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        sent = [await stage.send(method, path, body, headers=bearer("one")) for _ in range(5)]
+        assert [exchange.status for exchange in sent] == [200, 200, 200, 429, 429]
+        assert len(worker.requests) == 3
+        assert stage.door.counts.limited == {("t", Limit.REQUESTS_PER_MINUTE): 2}
+
+    run_stage((a_key("one", tenant="t", requests_per_minute=3),), scenario)
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_requests_inside_count_whatever_their_method(method: str) -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        sends = [stage.send(method, "/v1/things/7", headers=bearer("one")) for _ in range(3)]
+        done = await asyncio.gather(*sends)
+        assert sorted(exchange.status for exchange in done) == [200, 429, 429]
+        assert stage.door.running() == {"": 0}
+
+    slow = lambda: stream((1.0, b"x"))  # noqa: E731
+    run_stage((a_key("one", requests_max=1),), scenario, slow)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/models", 200),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/load_lora_adapter", 403),
+        ("GET", "/no/such/route", 404),
+    ],
+)
+def test_what_no_worker_sees_counts_against_no_limit(method: str, path: str, status: int) -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        sent = [await stage.send(method, path, headers=bearer("one")) for _ in range(4)]
+        assert {exchange.status for exchange in sent} == {status}
+        assert (await stage.post(completion(), headers=bearer("one"))).status == 200
+
+    run_stage((a_key("one", requests_per_minute=1),), scenario)
 
 
 def test_tokens_spent_by_long_answers_are_owed() -> None:
