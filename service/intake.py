@@ -34,6 +34,11 @@ FREE_FORM: Final = (("vllm_xargs",), ("sampling_params", "extra_args"), ("extra_
 NEED_THE_PROMPT: Final = ("echo", "prompt_logprobs", "use_beam_search")
 """Fields that a worker which did not compute the prompt cannot serve."""
 
+TO_CONTEXT: Final = -1
+"""What vLLM takes as the model's own limit in `truncate_prompt_tokens`."""
+CUT_PROMPTS: Final = (Api.CHAT, Api.TEXT, Api.CHAT_BATCH)
+"""Formats with `truncate_prompt_tokens`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
@@ -55,7 +60,8 @@ class BodyFacts:
     Attributes:
         model: name asked for, an alias resolved; "" when missing (the worker's own then).
         streams: whether the client wants server-sent events.
-        prompt_tokens: estimate of one sequence's prompt.
+        prompt_tokens: estimate of one sequence's prompt, as far as the engine reads it.
+        fits_context: the engine cuts the prompt to what the model's context length holds.
         fingerprint: hash of the system prompt, or "".
         sequences: parallel sequences.
         decode_tokens_limit: most output tokens of one sequence, or None.
@@ -73,6 +79,7 @@ class BodyFacts:
     model: str
     streams: bool
     prompt_tokens: int
+    fits_context: bool
     fingerprint: str
     sequences: int
     decode_tokens_limit: int | None
@@ -101,6 +108,7 @@ def read_body(body: bytes, api: Api, rules: Rules, session: bytes = b"") -> Body
     payload = _parse(body)
     sampling = _sampling(payload, api)
     prompt_tokens, prompts = prompt_size(payload, api)
+    cut = _cut(payload, api)
     sequences = prompts * _branches(sampling)
     limit = _limit(sampling, api)
     floor = _count(sampling, "min_tokens", least=0) or None
@@ -109,7 +117,8 @@ def read_body(body: bytes, api: Api, rules: Rules, session: bytes = b"") -> Body
     return BodyFacts(
         model=model,
         streams=payload.get("stream") is True,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=_read_of(prompt_tokens, cut),
+        fits_context=cut == TO_CONTEXT,
         fingerprint=system_fingerprint(payload),
         sequences=sequences,
         decode_tokens_limit=limit,
@@ -196,6 +205,20 @@ def _limit(sampling: Payload, api: Api) -> int | None:
         if limit is not None:
             return limit
     return COMPLETIONS_MAX_TOKENS if api in (Api.TEXT, Api.TOKENS) else None
+
+
+def _cut(payload: Payload, api: Api) -> int | None:
+    """Tokens to which the engine cuts a prompt, TO_CONTEXT or None; its end stays, most often."""
+    if api is Api.RESPONSES:
+        return TO_CONTEXT if payload.get("truncation") == "auto" else None
+    if api not in CUT_PROMPTS:
+        return None
+    return _count(payload, "truncate_prompt_tokens", least=TO_CONTEXT)
+
+
+def _read_of(prompt_tokens: int, cut: int | None) -> int:
+    """Tokens of a prompt that the engine reads; what TO_CONTEXT leaves depends on the model."""
+    return prompt_tokens if cut is None or cut == TO_CONTEXT else max(1, min(prompt_tokens, cut))
 
 
 def _branches(sampling: Payload) -> int:

@@ -146,15 +146,18 @@ class QueuedRoute:
     def _as_request(
         self, exchange: Exchange, facts: BodyFacts, hints: HeaderFacts, owner: Owner | None
     ) -> Request:
+        context = self._context_tokens(facts.model)
         prompt_tokens = facts.prompt_tokens + (0 if owner is None else owner.context_tokens)
-        limit = self._limit(facts, prompt_tokens)
+        if facts.fits_context and context is not None:
+            # One token stays for the answer.
+            prompt_tokens = max(1, min(prompt_tokens, context - 1))
         floor = facts.decode_tokens_floor
         return Request(
             request_id="",
             arrival_s=exchange.arrival_s,
             prompt_tokens=prompt_tokens,
             decode_tokens_hint=hints.decode_tokens_hint or facts.decode_tokens_hint,
-            decode_tokens_limit=limit,
+            decode_tokens_limit=_limit(facts, prompt_tokens, context),
             decode_tokens_floor=floor,
             model=facts.model,
             tenant=hints.tenant,
@@ -170,14 +173,6 @@ class QueuedRoute:
             prefix=facts.prefix,
             whole=facts.whole or not exchange.target.startswith(SPLIT_PATHS),
         )
-
-    def _limit(self, facts: BodyFacts, prompt_tokens: int) -> int | None:
-        """The engine stops at the model's context length whatever was asked for."""
-        context = self._context_tokens(facts.model)
-        if context is None:
-            return facts.decode_tokens_limit
-        room = max(1, context - prompt_tokens)
-        return room if facts.decode_tokens_limit is None else min(facts.decode_tokens_limit, room)
 
     def _call(self, exchange: Exchange, facts: BodyFacts, hints: HeaderFacts) -> Call:
         api = exchange.route.api
@@ -239,3 +234,11 @@ class _IdReader:
     def _learn(self, response_id: str) -> None:
         self.response_id, self._head = response_id, None
         self._note(response_id)
+
+
+def _limit(facts: BodyFacts, prompt_tokens: int, context_tokens: int | None) -> int | None:
+    """The engine stops at the model's context length whatever was asked for."""
+    if context_tokens is None:
+        return facts.decode_tokens_limit
+    room = max(1, context_tokens - prompt_tokens)
+    return room if facts.decode_tokens_limit is None else min(facts.decode_tokens_limit, room)

@@ -148,6 +148,27 @@ def is_refusal(error: Exception) -> bool:
     return False
 
 
+def context_limits(cards: tuple[ModelCard, ...]) -> dict[str, int]:
+    """Context lengths in tokens by model, of those that told it.
+
+    An adapter's card has none in vLLM: it names its base model, whose limit it shares. One engine
+    has one limit, so that a base model under another name than those listed tells nothing else.
+    """
+    told = {
+        str(card["id"]): limit
+        for card in cards
+        if isinstance(limit := card.get("max_model_len"), int) and limit > 0
+    }
+    lengths = set(told.values())
+    only = lengths.pop() if len(lengths) == 1 else None
+    found: dict[str, int] = {}
+    for card in cards:
+        limit = told.get(str(card["id"]), told.get(str(card.get("parent")), only))
+        if limit is not None:
+            found[str(card["id"])] = limit
+    return found
+
+
 def _model_cards(body: bytes) -> tuple[ModelCard, ...]:
     """Entries of an OpenAI model list that have an id; others are left out."""
     try:

@@ -19,7 +19,7 @@ from service.control.events import WorkerReport, WorkerState
 from service.engine_ranks import discrepancy
 from service.fleet_types import Candidate, WatchStats
 from service.watched_worker import WatchedWorker
-from service.worker_probe import ProbeFailedError, WorkerProbe
+from service.worker_probe import ProbeFailedError, WorkerProbe, context_limits
 
 if TYPE_CHECKING:
     import random
@@ -367,11 +367,7 @@ class WorkerWatch:
                 self.lose(str(error))
             return
         self._served.cards = cards
-        self._served.contexts = {
-            str(card["id"]): limit
-            for card in cards
-            if isinstance(limit := card.get("max_model_len"), int) and limit > 0
-        }
+        self._served.contexts = context_limits(cards)
         names = frozenset(str(card["id"]) for card in cards)
         if self._server.models is None and names and names != self._served.names:
             self._served.names = self._served.news = names

@@ -49,7 +49,7 @@ class RawWorker:
 
     Attributes:
         script: writes the answer to a request; the connection closes after it.
-        models: ids on /v1/models, or a status to answer instead.
+        models: ids on /v1/models, the base model first, or a status to answer instead.
         early: paths whose script is called before the body is read.
         got: requests that were the script's.
         gone: how many of them saw their connection close while the script ran.
@@ -93,7 +93,7 @@ class RawWorker:
         elif path == "/v1/models" and isinstance(self.models, int):
             request.writer.write(whole(self.models, b"{}"))
         elif path == "/v1/models" and isinstance(self.models, list):
-            cards = [{"id": name, "object": "model", "max_model_len": 4096} for name in self.models]
+            cards = [_card(name, self.models[0]) for name in self.models]
             request.writer.write(whole(200, orjson.dumps({"object": "list", "data": cards})))
         else:
             self.got.append(request)
@@ -114,6 +114,13 @@ class RawWorker:
             script.cancel()
         leaving.cancel()
         await asyncio.wait((script, leaving))
+
+
+def _card(name: str, base: str) -> dict[str, object]:
+    """As vLLM lists a model: an adapter has no length of its own but a parent."""
+    if name == base:
+        return {"id": name, "object": "model", "max_model_len": 4096}
+    return {"id": name, "object": "model", "parent": base}
 
 
 async def read_body(request: Got) -> bytes:

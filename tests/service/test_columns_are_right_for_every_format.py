@@ -169,6 +169,49 @@ def test_a_chat_ends_at_the_models_context_at_the_latest(
     assert (request.prompt_tokens, request.decode_tokens_limit) == (100, limit)
 
 
+@pytest.mark.parametrize(("cut", "read_of_it"), [(100, 100), (7000, 5000), (0, 1), (-1, 5000)])
+def test_a_prompt_that_the_engine_cuts_counts_as_far_as_it_is_read(
+    cut: int, read_of_it: int
+) -> None:
+    message = [{"role": "user", "content": "a" * 4 * (5000 - MESSAGE_TOKENS)}]
+    for facts in (
+        read(Api.TEXT, prompt=[1] * 5000, truncate_prompt_tokens=cut),
+        read(Api.CHAT, messages=message, truncate_prompt_tokens=cut),
+        read(Api.CHAT_BATCH, messages=[message] * 3, truncate_prompt_tokens=cut),
+    ):
+        assert (facts.prompt_tokens, facts.fits_context) == (read_of_it, cut == -1)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": [1] * 30_000, "truncate_prompt_tokens": -1}),
+        ("/v1/responses", {"input": "a" * 120_000, "truncation": "auto"}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"content": "a" * 120_000}], "truncate_prompt_tokens": -1},
+        ),
+    ],
+)
+def test_a_prompt_cut_to_the_context_is_no_longer_than_the_context(
+    path: str, fields: dict[str, object]
+) -> None:
+    request = booked({"model": "m", **fields}, path=path, context=1000)
+    assert (request.prompt_tokens, request.decode_tokens_limit) == (999, 1)
+
+
+def test_a_responses_prompt_is_cut_only_where_the_client_allows_it() -> None:
+    fields = {"input": "a" * 20_000, "truncation": "disabled", "truncate_prompt_tokens": 5}
+    facts = read(Api.RESPONSES, **fields)
+    assert (facts.prompt_tokens, facts.fits_context) == (MESSAGE_TOKENS + 5000, False)
+
+
+@pytest.mark.parametrize("bad", [-2, "many", 1.5, True])
+def test_a_cut_that_no_engine_accepts_is_told_by_its_name(bad: object) -> None:
+    with pytest.raises(BadRequestError, match="truncate_prompt_tokens"):
+        read(Api.CHAT, messages=[], truncate_prompt_tokens=bad)
+
+
 def test_without_a_known_context_a_chat_without_a_bound_has_none() -> None:
     request = booked({"model": "m", "messages": []}, path="/v1/chat/completions")
     assert request.decode_tokens_limit is None

@@ -469,6 +469,42 @@ def test_the_model_list_is_the_union_over_workers_that_are_up() -> None:
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize(
+    ("adapter", "tokens"),
+    [
+        ({"parent": "m"}, 4096),
+        ({"parent": "weights-by-another-name"}, 4096),
+        ({"parent": None}, 4096),
+        ({"parent": "m", "max_model_len": 512}, 512),
+    ],
+)
+def test_an_adapter_has_the_context_of_its_base_model(
+    adapter: dict[str, object], tokens: int
+) -> None:
+    async def scenario() -> None:
+        cards = ({"id": "m", "max_model_len": 4096}, {"id": "lora", **adapter})
+        async with watching({"a": ScriptedServer(models=cards)}) as watched:
+            await asyncio.sleep(0.1)
+            assert watched.fleet.context_tokens("lora") == tokens
+            assert watched.fleet.context_tokens("other") is None
+
+    run_virtual(scenario())
+
+
+def test_an_adapter_of_nobody_among_models_of_different_lengths_has_none_known() -> None:
+    async def scenario() -> None:
+        cards = (
+            {"id": "m", "max_model_len": 4096},
+            {"id": "n", "max_model_len": 2048},
+            {"id": "lora", "parent": "gone"},
+        )
+        async with watching({"a": ScriptedServer(models=cards)}) as watched:
+            await asyncio.sleep(0.1)
+            assert watched.fleet.context_tokens("lora") is None
+
+    run_virtual(scenario())
+
+
 def test_a_new_adapter_is_reported_when_it_appears() -> None:
     async def scenario() -> None:
         server = ScriptedServer()
