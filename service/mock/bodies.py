@@ -12,7 +12,7 @@ COMPLETION_TOKENS_DEFAULT: Final = 16
 TokenIds: TypeAlias = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
-_AnyBody = TypeVar("_AnyBody", bound="GenerationBody")
+_AnyBody = TypeVar("_AnyBody", bound=BaseModel)
 
 
 class ApiError(Exception):

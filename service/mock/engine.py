@@ -207,6 +207,16 @@ class MockEngine:
         """Go on."""
         self._going.set()
 
+    async def until_going(self) -> None:
+        """Return when the engine is not hung: what is computed in one pass waits for no slot.
+
+        Raises:
+            EngineDeadError: the engine does not run.
+        """
+        await self._going.wait()
+        if not self._alive:
+            raise EngineDeadError
+
     async def _iterate(self) -> None:
         """Each iteration ends on a schedule that the ones before it set, so lateness never adds."""
         loop = asyncio.get_running_loop()

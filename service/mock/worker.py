@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest, make_asgi_app
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 
@@ -29,13 +30,13 @@ from service.mock.kv_transfer import (
     UnusableParamsError,
     with_prompt_from_elsewhere,
 )
+from service.mock.light_routes import LightRoutes
 from service.mock.protocol import Reader
 from service.mock.replies import Reply, error_events
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from service.mock.engine import Generation
@@ -64,10 +65,12 @@ class MockServer:
         self._registry = CollectorRegistry(auto_describe=True)
         self._registry.register(ServerSeries([engine.series for engine in self.engines]))
         reader = Reader(config)
+        light = LightRoutes(config, self.engine)
         self.app: ASGIApp = Starlette(
             routes=[
                 self._posted("/v1/completions", reader.completion, "cmpl"),
                 self._posted("/v1/chat/completions", reader.chat, "chatcmpl"),
+                *(self._served(path, handle) for path, handle in light.handlers()),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
                 Route("/ping", self._health),
@@ -94,25 +97,13 @@ class MockServer:
 
     @property
     def load(self) -> int:
-        """Requests of the generation routes inside now."""
+        """Requests of all routes that use the model inside now."""
         return self._load
 
     def _posted(self, path: str, read: Callable[[bytes], Asked], prefix: str) -> Route:
         """Route POSTs to the engine."""
 
-        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            id_headers = self._config.request_id_headers
-            exchange = Exchange(scope, receive, send, id_headers=id_headers)
-            await self._generate(read, prefix, exchange)
-
-        return Route(path, _Asgi(serve), methods=["POST"])
-
-    async def _generate(
-        self, read: Callable[[bytes], Asked], prefix: str, exchange: Exchange
-    ) -> None:
-        """Answer one POST."""
-        self._load += 1
-        try:
+        async def generate(_: Request, exchange: Exchange) -> None:
             asked = read(await exchange.body())
             engine = self._engine_for(exchange.rank(len(self.engines)))
             reply_id = f"{prefix}-{exchange.name(asked.request_id)}"
@@ -121,14 +112,29 @@ class MockServer:
             except UnusableParamsError as error:
                 # vLLM's engine dies of an assertion here.
                 engine.stop()
-                raise _engine_died() from error
+                raise EngineDeadError from error
             await self._answer(engine, asked, reply_id, exchange)
-        except ApiError as error:
-            await exchange.refuse(error)
-        except ClientLeftError:
-            return
-        finally:
-            self._load -= 1
+
+        return self._served(path, generate)
+
+    def _served(self, path: str, handle: Callable[[Request, Exchange], Awaitable[None]]) -> Route:
+        """Route POSTs to a handler; what it raises becomes an answer."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            exchange = Exchange(scope, receive, send, id_headers=self._config.request_id_headers)
+            self._load += 1
+            try:
+                await handle(Request(scope, receive), exchange)
+            except EngineDeadError:
+                await exchange.refuse(_engine_died())
+            except ApiError as error:
+                await exchange.refuse(error)
+            except ClientLeftError:
+                return
+            finally:
+                self._load -= 1
+
+        return Route(path, _Asgi(serve), methods=["POST"])
 
     def _engine_for(self, rank: int | None) -> MockEngine:
         """The engine asked for, else the one with the least to do."""
@@ -144,8 +150,6 @@ class MockServer:
         params = engine.kv_store.ask_to_keep(asked, reply_id, exchange.server)
         try:
             generation = engine.submit(asked.decodes)
-        except EngineDeadError as error:
-            raise _engine_died() from error
         except QueueFullError as error:
             full = ApiError(503, "The server's request queue is full.", kind="Service Unavailable")
             if not asked.stream:
