@@ -40,6 +40,11 @@ class Claim:
         budget.held += size
         self.held += size
 
+    def release(self) -> None:
+        """Hold nothing any more: what was held has gone on."""
+        self._budget.held -= self.held
+        self.held = 0
+
     def counting(self, receive: Receive) -> Receive:
         """Hold every byte of a body that comes this way."""
 
@@ -52,7 +57,9 @@ class Claim:
 
 
 class ByteBudget:
-    """Counts the bytes of bodies, from the first part that arrives to the end of the request.
+    """Counts the bytes of bodies, from the first part that arrives until they have gone on.
+
+    Bodies that another worker may still be offered are held to the end of the request.
 
     Attributes:
         bytes_max: most that may be held. held: now.
@@ -69,4 +76,4 @@ class ByteBudget:
         try:
             yield claim
         finally:
-            self.held -= claim.held
+            claim.release()

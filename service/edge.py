@@ -71,7 +71,8 @@ class EdgeConfig:
         api_key: clients must send it as a bearer token; auth.keys is for several, with limits.
         body_bytes_max: longest request body; longer is a 413.
         held_bytes_max: bytes of request bodies in memory, over all requests that arrive, wait or
-            run; a request over it is a 429.
+            run; a request over it is a 429. Of a body that flows through, what came before its
+            model was known counts until the worker has it.
         queue_comment_s: a client that waits in the queue for a stream gets a comment this often,
             so that proxies between do not give it up; its answer is then a 200 whatever comes, and
             refusals are error events; 0 switches it off.

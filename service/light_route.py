@@ -89,7 +89,7 @@ class LightRoute:
         """Read a form up to its model, then let the rest flow."""
         self.config.bounds.check_announced(exchange.headers)
         field = ModelField(first(exchange.headers, b"content-type") or b"")
-        upload = Upload(exchange.receive, self.config.bounds)
+        upload = Upload(exchange.receive, self.config.bounds, exchange.claim)
         await upload.read_head(field.feed)
         model = field.value.decode("utf-8", "replace")
         served = self.config.rules.aliases.get(model, model)
@@ -103,7 +103,7 @@ class LightRoute:
     async def _relay_bytes(self, call: Call, exchange: Exchange, pin: str) -> None:
         """Let any other body flow; without one there is nothing to wait for."""
         self.config.bounds.check_announced(exchange.headers)
-        upload = Upload(exchange.receive, self.config.bounds)
+        upload = Upload(exchange.receive, self.config.bounds, exchange.claim)
         await upload.read_head(lambda _: True)
         await self._flow(call, upload, self._wanted(exchange, "", pin), exchange, 0)
 
@@ -113,7 +113,7 @@ class LightRoute:
         exchange.arrived(asyncio.get_running_loop().time())
         if upload.ended:
             async with while_client_stays(exchange.receive, exchange.reply):
-                await self._send(replace(call, body=bytes(upload.head)), wanted, exchange)
+                await self._send(replace(call, body=upload.take_whole()), wanted, exchange)
             return
         headers = list(call.headers)
         announced = announced_bytes(exchange.headers)

@@ -17,6 +17,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.types import Receive
 
 from service.asgi import AsgiReply, read_chunks
+from service.byte_budget import Claim
 from service.errors import (
     BadRequestError,
     BidgateError,
@@ -30,6 +31,8 @@ from service.interrupt import Interrupt
 
 CHUNKS_AHEAD: Final = 2
 """Parts of a body that may be here and not yet at the worker."""
+HEAD_PART_BYTES: Final = 64 * 1024
+"""A head goes on in parts of this size, so that it is not copied whole into a socket's buffer."""
 MODEL_BYTES_MAX: Final = 1024
 """Longest value of a form's model field that is looked at."""
 
@@ -97,12 +100,14 @@ class Upload:
     """A body on its way through.
 
     Attributes:
+        claim: counts the head while it is here; what follows it is never more than CHUNKS_AHEAD.
         head: what was read of it so far.
         ended: whether that is all of it.
     """
 
     receive: Receive
     bounds: BodyBounds
+    claim: Claim
     head: bytearray = field(default_factory=bytearray)
     ended: bool = False
     _size: int = 0
@@ -145,12 +150,30 @@ class Upload:
             raise BodyTooSlowError("the request body could not be passed on in time") from error
 
     async def read_head(self, enough: Callable[[bytes], bool]) -> None:
-        """Read until enough has been seen or nothing is left."""
+        """Read until enough has been seen or nothing is left.
+
+        Raises:
+            RefusedError: too many bytes are held already.
+        """
         while not self.ended:
             chunk = await self.next_chunk()
+            self.claim.add(len(chunk))
             self.head += chunk
             if enough(chunk):
                 return
+
+    def take_whole(self) -> bytes:
+        """The head of a body that has ended with it; it stays counted to the request's end."""
+        body = bytes(self.head)
+        self.head.clear()
+        return body
+
+    async def head_parts(self) -> AsyncIterator[bytes]:
+        """The head, in parts that the worker's connection takes one by one; then it is gone."""
+        for start in range(0, len(self.head), HEAD_PART_BYTES):
+            yield bytes(self.head[start : start + HEAD_PART_BYTES])
+        self.head.clear()
+        self.claim.release()
 
 
 @asynccontextmanager
@@ -177,8 +200,8 @@ async def flowing(upload: Upload, reply: AsgiReply) -> AsyncIterator[AsyncIterat
                 _close(parts)
 
     async def body() -> AsyncIterator[bytes]:
-        if upload.head:
-            yield bytes(upload.head)
+        async for head_part in upload.head_parts():
+            yield head_part
         while (part := await parts.get()) is not None:
             if part:
                 yield part

@@ -233,14 +233,15 @@ class Stage:
         self,
         method: str,
         path: str,
-        body: bytes = b"",
+        body: bytes | list[bytes] = b"",
         *,
         headers: dict[str, str] | list[tuple[str, str]] | None = None,
         exchange: Exchange | None = None,
     ) -> Exchange:
-        """Send any request and play it to its end."""
+        """Send any request, its body whole or in parts, and play it to its end."""
         exchange = exchange or Exchange()
-        return await exchange.play(self.app, http_scope(method, path, headers), [body])
+        parts = body if isinstance(body, list) else [body]
+        return await exchange.play(self.app, http_scope(method, path, headers), parts)
 
     def ends(self) -> dict[str, int]:
         """How requests ended so far; only those that did."""

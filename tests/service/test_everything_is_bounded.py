@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import resource
 import socket
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 import structlog
+from starlette.types import Message
 from structlog.testing import capture_logs
 
 from service.edge import EdgeConfig
@@ -18,6 +20,7 @@ from service.forward_config import ForwardConfig
 from service.listener import ListenError, listen
 from service.open_files import allow_open_files, files_needed
 from service.settings import ServerConfig, Settings
+from tests.asgi import http_scope
 from tests.clock import run_virtual
 from tests.service.live import Live, mock, serving_mocks, until
 from tests.service.stage import HandlerTransport, Stage, answer, completion, ends
@@ -120,6 +123,95 @@ def test_bodies_together_are_bounded_and_what_is_over_is_told_to_come_back() -> 
             assert refused.error["code"] == "queue_full"
             assert int(refused.header("retry-after") or "") >= 1
             assert (await stage.post(body)).status == 200
+
+    run_virtual(scenario())
+
+
+def form_field(name: bytes, value: bytes) -> bytes:
+    return b'--b0\r\ncontent-disposition: form-data; name="' + name + b'"\r\n\r\n' + value + b"\r\n"
+
+
+FORM = {"content-type": "multipart/form-data; boundary=b0"}
+SOUND = form_field(b"file", b"x" * 800)
+MODEL = form_field(b"model", b"m")
+END = b"--b0--\r\n"
+SPEECH = "/v1/audio/transcriptions"
+KEPT = [
+    pytest.param("/v1/completions", {}, json.dumps(completion(prompt="x" * 800)), id="queued"),
+    pytest.param(
+        "/v1/embeddings",
+        {"content-type": "application/json"},
+        json.dumps({"model": "m", "input": "x" * 800}),
+        id="light",
+    ),
+    pytest.param(SPEECH, FORM, (SOUND + MODEL + END).decode(), id="form, file first"),
+    pytest.param(SPEECH, FORM, (SOUND + END).decode(), id="form without a model"),
+    pytest.param(SPEECH, FORM, (MODEL + SOUND + END).decode(), id="form in one part"),
+    pytest.param("/v1/blobs", {"content-type": "audio/wav"}, "x" * 850, id="other media"),
+    pytest.param("/v1/responses/resp_1/cancel", {}, "x" * 850, id="stored"),
+]
+
+
+@pytest.mark.parametrize("cut_bytes", [1000, 100])
+@pytest.mark.parametrize(("path", "headers", "text"), KEPT)
+def test_whatever_a_body_is_the_bytes_that_are_here_are_bounded(
+    path: str, headers: dict[str, str], text: str, cut_bytes: int
+) -> None:
+    body = text.encode()
+    parts = [body[start : start + cut_bytes] for start in range(0, len(body), cut_bytes)]
+    flows = cut_bytes < len(body) and (path in ("/v1/blobs", "/v1/responses/resp_1/cancel"))
+    flows |= cut_bytes < len(body) and body.startswith(MODEL)
+
+    async def slow(request: httpx.Request) -> httpx.Response:
+        await request.aread()
+        await asyncio.sleep(1.0)
+        return answer()
+
+    async def scenario() -> None:
+        edge = EdgeConfig(body_bytes_max=1000, held_bytes_max=2000)
+        async with Stage({"a": HandlerTransport(slow)}, edge=edge).open() as stage:
+            held = stage.inside.bytes
+            tasks = [
+                asyncio.create_task(stage.send("POST", path, list(parts), headers=headers))
+                for _ in range(4)
+            ]
+            await asyncio.sleep(0.5)
+            # What flows on is here no more; the rest is counted to its last byte, and bounded.
+            assert held.held == (0 if flows else 2 * len(body))
+            done = await asyncio.gather(*tasks)
+            refused = [exchange for exchange in done if exchange.status == 429]
+            assert len(refused) == (0 if flows else 2)
+            assert {exchange.error["code"] for exchange in refused} <= {"queue_full"}
+            assert {exchange.status for exchange in done} - {429} == {200}
+
+    run_virtual(scenario())
+
+
+def test_a_file_that_still_arrives_before_its_model_is_counted_as_it_comes() -> None:
+    async def never(_: httpx.Request) -> httpx.Response:
+        raise AssertionError("unreachable")
+
+    async def scenario() -> None:
+        async with Stage({"a": HandlerTransport(never)}).open() as stage:
+            arrived: asyncio.Queue[bytes] = asyncio.Queue()
+
+            async def receive() -> Message:
+                part = await arrived.get()
+                more = {"type": "http.request", "body": part, "more_body": True}
+                return more if part else {"type": "http.disconnect"}
+
+            async def send(_: Message) -> None:
+                raise AssertionError("nobody is left to read")
+
+            scope = http_scope("POST", SPEECH, FORM)
+            task = asyncio.create_task(stage.app(scope, receive, send))
+            for count, part in enumerate([SOUND[:400], *[b"y" * 100] * 5]):
+                arrived.put_nowait(part)
+                await asyncio.sleep(0.1)
+                assert stage.inside.bytes.held == 400 + 100 * count
+            arrived.put_nowait(b"")
+            await task
+            assert stage.inside.bytes.held == 0
 
     run_virtual(scenario())
 
