@@ -27,6 +27,7 @@ class Place(Protocol):
         queued_s: wait in the central queue, seconds.
         first_token_s: when the first output token was seen, on the loop's clock, or None.
         decode_tokens: output tokens of all its sequences, or None.
+        told_prompt_tokens: tokens of all its prompts by the answer's word, or None.
         outcome: how it ends if nothing is raised.
         prices: of a batch slot and of a KV token there, when it was started.
     """
@@ -38,6 +39,7 @@ class Place(Protocol):
     queued_s: float
     first_token_s: float | None
     decode_tokens: int | None
+    told_prompt_tokens: int | None
     outcome: Outcome
 
     def price(self) -> float:

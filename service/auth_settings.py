@@ -30,7 +30,8 @@ class ClientKey:
         tenant: who pays; names the key's requests in metrics.
         requests_max: requests that it may have inside at once.
         requests_per_minute: rate of requests; a minute's worth may come at once.
-        tokens_per_minute: rate of prompt and output tokens; a minute's worth may come at once.
+        tokens_per_minute: rate of prompt and output tokens, of all prompts and routes; a minute's
+            worth may come at once.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

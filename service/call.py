@@ -43,11 +43,13 @@ class Place(Protocol):
     Attributes:
         worker_id: where the request goes now.
         decode_tokens: output tokens of all its sequences seen so far, or None.
+        told_prompt_tokens: tokens of all its prompts by the answer's word, or None.
         outcome: how the request ends if nothing is raised.
     """
 
     worker_id: str
     decode_tokens: int | None
+    told_prompt_tokens: int | None
     outcome: Outcome
 
     def first_token(self) -> None:

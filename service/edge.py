@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from structlog.typing import FilteringBoundLogger
 
 from service import surface
-from service.asgi import AsgiReply, with_request_id
+from service.asgi import AsgiReply, Place, with_request_id
 from service.auth import Door, Visit
 from service.byte_budget import ByteBudget
 from service.central_queue import CentralQueue
@@ -288,7 +288,7 @@ class Edge:
             _conclude(exchange, error, now_s)
             self._telemetry.observe_request(record)
             exchange.trace.end(record)
-            visit.spend(_tokens(record), now_s)
+            visit.spend(_tokens(exchange), now_s)
         if not isinstance(error, BidgateError) or isinstance(error, ClientGoneError):
             return
         if reply.status:
@@ -336,16 +336,7 @@ def _conclude(exchange: Exchange, error: BaseException | None, now_s: float) -> 
     placement = reply.placement
     record.e2e_s = now_s - exchange.arrival_s
     if placement is not None:
-        record.worker = placement.worker_id
-        record.prefill_worker = placement.prefill_id
-        record.starts = placement.starts
-        if not record.light:
-            record.queued_s, record.price = placement.queued_s, placement.price()
-            record.price_batch, record.price_kv = placement.prices
-        record.decode_tokens = placement.decode_tokens
-        record.outcome = placement.outcome
-        if placement.first_token_s is not None:
-            record.ttft_s = placement.first_token_s - exchange.arrival_s
+        _note_place(exchange, placement)
     elif error is not None:
         record.outcome = "refused" if isinstance(error, RefusedError) else "failed"
     if isinstance(error, BidgateError):
@@ -361,6 +352,32 @@ def _conclude(exchange: Exchange, error: BaseException | None, now_s: float) -> 
         record.status = reply.status
 
 
-def _tokens(record: RequestRecord) -> int:
-    """Tokens that a request cost its tenant; one that never started cost nothing."""
-    return (record.prompt_tokens or 0) + (record.decode_tokens or 0) if record.starts else 0
+def _note_place(exchange: Exchange, placement: Place) -> None:
+    """Take over what its place at a worker knows."""
+    record = exchange.record
+    record.worker = placement.worker_id
+    record.prefill_worker = placement.prefill_id
+    record.starts = placement.starts
+    if not record.light:
+        record.queued_s, record.price = placement.queued_s, placement.price()
+        record.price_batch, record.price_kv = placement.prices
+    elif exchange.route.way is surface.Way.LIGHT:
+        record.prompt_tokens = placement.told_prompt_tokens
+    record.decode_tokens = placement.decode_tokens
+    record.outcome = placement.outcome
+    if placement.first_token_s is not None:
+        record.ttft_s = placement.first_token_s - exchange.arrival_s
+
+
+def _tokens(exchange: Exchange) -> int:
+    """Tokens that a request cost its tenant; one that never started cost nothing.
+
+    Prompts cost what the answer says, else the estimate. To ask again for a stored response costs
+    no prompt.
+    """
+    record, placement = exchange.record, exchange.reply.placement
+    if placement is None or not record.starts:
+        return 0
+    told = None if record.light else placement.told_prompt_tokens
+    prompt_tokens = record.prompt_tokens if told is None else told
+    return (prompt_tokens or 0) + (record.decode_tokens or 0)

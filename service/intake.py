@@ -61,6 +61,7 @@ class BodyFacts:
         model: name asked for, an alias resolved; "" when missing (the worker's own then).
         streams: whether the client wants server-sent events.
         prompt_tokens: estimate of one sequence's prompt, as far as the engine reads it.
+        prompts: how many there are.
         fits_context: the engine cuts the prompt to what the model's context length holds.
         fingerprint: hash of the system prompt, or "".
         sequences: parallel sequences.
@@ -79,6 +80,7 @@ class BodyFacts:
     model: str
     streams: bool
     prompt_tokens: int
+    prompts: int
     fits_context: bool
     fingerprint: str
     sequences: int
@@ -118,6 +120,7 @@ def read_body(body: bytes, api: Api, rules: Rules, session: bytes = b"") -> Body
         model=model,
         streams=payload.get("stream") is True,
         prompt_tokens=_read_of(prompt_tokens, cut),
+        prompts=prompts,
         fits_context=cut == TO_CONTEXT,
         fingerprint=system_fingerprint(payload),
         sequences=sequences,

@@ -188,6 +188,7 @@ class LightPlace:
         queued_s: always 0, as there is no queue.
         first_token_s: when the first output token was seen, or None.
         decode_tokens: as counted, or None.
+        told_prompt_tokens: tokens of all its prompts by the answer's word, or None.
         prices: always 0, as nothing is reserved.
         outcome: how it will end if the block is left without an exception.
     """
@@ -199,6 +200,7 @@ class LightPlace:
         self.prices = (0.0, 0.0)
         self.first_token_s: float | None = None
         self.decode_tokens: int | None = None
+        self.told_prompt_tokens: int | None = None
         self.outcome = Outcome.COMPLETED
         self._path = path
         self._wanted = wanted

@@ -71,6 +71,7 @@ class Placement:
         starts: how often it was started; more than one after `returned`.
         first_token_s: when the first output token was seen, or None.
         decode_tokens: output tokens of all its sequences seen so far, or None.
+        told_prompt_tokens: tokens of all its prompts by the answer's word, or None.
         outcome: how it will end if the block is left without an exception.
         prices: of a batch slot and of a KV token where it was started last, when it was.
     """
@@ -84,6 +85,7 @@ class Placement:
         self.starts = 0
         self.first_token_s: float | None = None
         self.decode_tokens: int | None = None
+        self.told_prompt_tokens: int | None = None
         self.outcome = Outcome.COMPLETED
         self.gone = False
         self.prices = (0.0, 0.0)

@@ -97,7 +97,8 @@ class QueuedRoute:
             owner = self._owner(facts)
             request = self._as_request(exchange, facts, hints, owner)
             record.model = facts.model[:MODEL_LABEL_CHARS_MAX]
-            record.prompt_tokens, record.tenant = request.prompt_tokens, hints.tenant
+            record.prompt_tokens = request.prompt_tokens * facts.prompts
+            record.tenant = hints.tenant
             call = self._call(exchange, facts, hints)
             pause_s = self.config.comment_s if facts.streams else 0.0
             async with (

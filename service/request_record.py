@@ -26,7 +26,7 @@ class RequestRecord:
         ttft_s: from arrival to the first output token, of streams.
         e2e_s: from arrival to the end.
         overhead_s: from the whole body being here to the worker, less the wait in the queue.
-        prompt_tokens: estimate.
+        prompt_tokens: of all its prompts: estimated, or told by an answer that skipped the queue.
         decode_tokens: as counted.
         light: whether it skipped the queue.
         tenant: who pays, or "".

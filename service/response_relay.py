@@ -14,12 +14,11 @@ from service.errors import BidgateError, ClientGoneError, WorkerBrokeError, Work
 from service.forward_config import ForwardConfig
 from service.headers import first, to_client
 from service.interrupt import Watchdog
-from service.sse import Meter, meter_of, usage_tokens
+from service.sse import Meter, UsageReader, meter_of
 from service.surface import Api
 from service.worker_link import BROKEN
 
 BUSY_STATUSES: Final = (429, 503)
-USAGE_TAIL_BYTES: Final = 4096
 
 
 class ResponseRelay:
@@ -90,6 +89,7 @@ class ResponseRelay:
     async def _pass_events(self, response: httpx.Response, meter: Meter) -> None:
         placement, reply, config = self.placement, self._reply, self._config
         expect = self.watchdog.expect
+        usage = UsageReader() if self._api is Api.OTHER else None
         assert isinstance(response.stream, httpx.AsyncByteStream)
         async for chunk in response.stream:
             expect(_unread, config.client_stall_timeout_s)
@@ -99,8 +99,12 @@ class ResponseRelay:
                 if not seen:
                     placement.first_token()
                 placement.progressed(meter.tokens, exact=meter.exact)
+            if usage is not None:
+                usage.feed(chunk)
             await reply.write(chunk)
             expect(self._late, config.stall_timeout_s)
+        if usage is not None:
+            self._note(usage)
         if meter.failed:
             placement.outcome = Outcome.FAILED
             self.worker_broke = is_broken(meter.error_code)
@@ -108,15 +112,21 @@ class ResponseRelay:
             raise WorkerBrokeError(f"worker {placement.worker_id} ended its stream early")
 
     async def _pass_body(self, response: httpx.Response, *, count: bool) -> None:
-        tail = b""
+        usage = UsageReader()
         assert isinstance(response.stream, httpx.AsyncByteStream)
         async for chunk in response.stream:
             self.watchdog.expect(_unread, self._config.client_stall_timeout_s)
             await self._reply.write(chunk)
-            tail = (tail + chunk)[-USAGE_TAIL_BYTES:]
+            usage.feed(chunk)
             self.watchdog.expect(self._late, self._config.stall_timeout_s)
         if count:
-            self.placement.decode_tokens = usage_tokens(tail)
+            self._note(usage)
+
+    def _note(self, usage: UsageReader) -> None:
+        self.placement.decode_tokens = usage.decode_tokens
+        # Anthropic's count has no prompt tokens that were cached, and is all of some answers.
+        if self._api is not Api.MESSAGES:
+            self.placement.told_prompt_tokens = usage.prompt_tokens
 
     def _late(self) -> WorkerLateError:
         return WorkerLateError(f"worker {self.at} sent nothing for too long")

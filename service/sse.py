@@ -17,6 +17,7 @@ import orjson
 from service.surface import Api
 
 _USAGE: Final = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})(?!\d)')
+_PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})(?!\d)')
 _NAMED: Final = re.compile(rb"^event: ?([\w.-]+)", re.MULTILINE)
 ENDS: Final = frozenset(
     {b"message_stop"} | {b"response." + how for how in (b"completed", b"incomplete", b"cancelled")}
@@ -25,6 +26,8 @@ FAILURES: Final = frozenset({b"error", b"response.failed"})
 NO_TOKEN: Final = b"message_delta"
 """The one event named a delta that carries no token but the end's reason and the usage."""
 _DONE: Final = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
+USAGE_WITHIN_BYTES: Final = 4096
+"""Engines write an answer's usage before all the rest or after it."""
 EVENT_BYTES_MAX: Final = 1 << 20
 
 
@@ -37,6 +40,30 @@ def usage_tokens(body: bytes) -> int | None:
         return None
     found = _USAGE.findall(body)
     return int(found[-1]) if found else None
+
+
+class UsageReader:
+    """Reads what an answer says that it cost from its beginning and its end, as its bytes pass."""
+
+    def __init__(self) -> None:
+        self._head = self._tail = b""
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes, cut anywhere."""
+        if len(self._head) < USAGE_WITHIN_BYTES:
+            self._head += chunk[: USAGE_WITHIN_BYTES - len(self._head)]
+        self._tail = (self._tail + chunk)[-USAGE_WITHIN_BYTES:]
+
+    @property
+    def decode_tokens(self) -> int | None:
+        """Output tokens, or None where it says nothing."""
+        return usage_tokens(self._tail)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Tokens of all its prompts, or None where it says nothing."""
+        found = _PROMPT.findall(self._tail) or _PROMPT.findall(self._head)
+        return int(found[-1]) if found else None
 
 
 class Meter(Protocol):

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
+from structlog.testing import capture_logs
 
 from service.auth import Bucket, Door, Limit
 from service.auth_settings import AuthConfig, ClientKey, client_keys
@@ -41,6 +42,7 @@ def run_stage(
     keys: tuple[ClientKey, ...],
     scenario: Callable[[Stage, HandlerTransport], Awaitable[None]],
     reply: Callable[[], httpx.Response] = answer,
+    **options: Any,
 ) -> None:
     """Play a scenario in front of one worker."""
 
@@ -49,7 +51,7 @@ def run_stage(
 
     async def play() -> None:
         worker = HandlerTransport(handle)
-        async with Stage({"w": worker}, keys=keys).open() as stage:
+        async with Stage({"w": worker}, keys=keys, **options).open() as stage:
             await scenario(stage, worker)
 
     run_virtual(play())
@@ -335,7 +337,7 @@ def test_tokens_spent_by_long_answers_are_owed() -> None:
     limited = a_key("one", tenant="t", tokens_per_minute=60)
 
     async def scenario(stage: Stage, worker: HandlerTransport) -> None:
-        body = completion(prompt=[1] * 20, max_tokens=100)
+        body = completion(prompt=[1] * 20, max_tokens=100, stream=True)
         assert (await stage.post(body, headers=bearer("one"))).status == 200
         assert stage.door.counts.tokens == {"t": 120}
         refused = await stage.post(body, headers=bearer("one"))
@@ -345,7 +347,114 @@ def test_tokens_spent_by_long_answers_are_owed() -> None:
         await asyncio.sleep(62)
         assert (await stage.post(body, headers=bearer("one"))).status == 200
 
-    run_stage((limited,), scenario, lambda: answer(100))
+    counted = event(usage={"completion_tokens": 100})
+    run_stage((limited,), scenario, lambda: stream((0.0, counted), (0.0, DONE)))
+
+
+async def _spent(
+    stage: Stage, body: object, path: str = "/v1/completions", method: str = "POST"
+) -> int:
+    """What a request cost its key."""
+    before = stage.door.counts.tokens["t"]
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = bearer("one") | {"content-type": "application/json"}
+    assert (await stage.send(method, path, raw, headers=headers)).status == 200
+    return stage.door.counts.tokens["t"] - before
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompt_tokens"),
+    [
+        ("/v1/completions", {"prompt": [1] * 30}, 30),
+        ("/v1/completions", {"prompt": [1] * 30, "n": 3}, 30),
+        ("/v1/completions", {"prompt": [[1] * 1000] * 100, "n": 1}, 100_000),
+        ("/v1/completions", {"prompt": [[1] * 10, [2] * 30], "n": 2}, 40),
+        ("/v1/completions", {"prompt": ["x" * 40] * 5}, 50),
+        (
+            "/v1/chat/completions/batch",
+            {"messages": [[{"role": "user", "content": "x" * 40}]] * 5},
+            70,
+        ),
+        ("/inference/v1/generate", {"token_ids": [1] * 25}, 25),
+    ],
+)
+def test_every_prompt_of_a_request_is_paid_for(
+    path: str, body: dict[str, object], prompt_tokens: int
+) -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        assert await _spent(stage, {"model": "m", **body}, path) == prompt_tokens + 7
+
+    def silent() -> httpx.Response:
+        return httpx.Response(200, json={"usage": {"completion_tokens": 7}})
+
+    run_stage((a_key("one", tenant="t"),), scenario, silent, batch_limit=128)
+
+
+USAGE = {"prompt_tokens": 900, "total_tokens": 900}
+LONG = [{"index": i, "embedding": [0.25] * 100} for i in range(50)]
+PAID = [
+    ("/v1/embeddings", {"data": LONG, "usage": {**USAGE, "completion_tokens": 0}}, 900),
+    ("/v1/rerank", {"id": "r", "model": "m", "usage": USAGE, "results": LONG}, 900),
+    ("/v1/score", {"data": LONG, "usage": {**USAGE, "prompt_tokens_details": None}}, 900),
+    ("/v2/embed", {"embeddings": LONG, "meta": {"billed_units": {"input_tokens": 900}}}, 900),
+    ("/v1/things", {"usage": {**USAGE, "completion_tokens": 50}}, 950),
+    ("/tokenize", {"count": 900, "max_model_len": 4096, "tokens": [1] * 900}, 0),
+    ("/v1/messages/count_tokens", {"input_tokens": 900}, 0),
+    ("/v1/things", {"data": [json.dumps({"prompt_tokens": 900})]}, 0),
+]
+
+
+@pytest.mark.parametrize(("path", "told", "tokens"), PAID)
+def test_what_does_not_generate_costs_what_its_answer_tells(
+    path: str, told: dict[str, object], tokens: int
+) -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        with capture_logs() as logs:
+            assert await _spent(stage, {"model": "m", "input": "x"}, path) == tokens
+        (line,) = [line for line in logs if line["event"] == "request"]
+        assert line.get("prompt_tokens", 0) + line.get("decode_tokens", 0) == tokens
+
+    run_stage((a_key("one", tenant="t"),), scenario, lambda: httpx.Response(200, json=told))
+
+
+def test_a_stream_that_does_not_wait_costs_what_it_tells_at_its_end() -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        assert await _spent(stage, {"model": "m"}, "/v1/audio/transcriptions") == 950
+
+    usage = event(usage={"prompt_tokens": 900, "completion_tokens": 50})
+    parts = (0.0, event("x" * 5000)), (0.0, usage[:-40]), (0.0, usage[-40:]), (0.0, DONE)
+    run_stage((a_key("one", tenant="t"),), scenario, lambda: stream(*parts))
+
+
+def test_an_answer_knows_its_prompts_better_than_the_estimate() -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        body = completion(prompt="x" * 40)
+        assert await _spent(stage, body) == 31 + 4
+
+    told = {"usage": {"prompt_tokens": 31, "completion_tokens": 4}}
+    run_stage((a_key("one", tenant="t"),), scenario, lambda: httpx.Response(200, json=told))
+
+
+def test_a_stored_response_that_is_read_again_costs_no_prompt() -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        assert await _spent(stage, b"", "/v1/responses/resp_1", "GET") == 5
+
+    told = {"id": "resp_1", "usage": {"input_tokens": 900, "output_tokens": 5}}
+    run_stage((a_key("one", tenant="t"),), scenario, lambda: httpx.Response(200, json=told))
+
+
+def test_embeddings_reach_their_keys_rate_of_tokens() -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        headers = bearer("one")
+        sent = [
+            await stage.post({"input": "x"}, path="/v1/embeddings", headers=headers)
+            for _ in range(3)
+        ]
+        assert [exchange.status for exchange in sent] == [200, 200, 429]
+
+    told = {"data": [], "usage": USAGE}
+    key = a_key("one", tokens_per_minute=1000)
+    run_stage((key,), scenario, lambda: httpx.Response(200, json=told))
 
 
 @given(
