@@ -50,6 +50,7 @@ class RawWorker:
     Attributes:
         script: writes the answer to a request; the connection closes after it.
         models: ids on /v1/models, the base model first, or a status to answer instead.
+        metrics: the page on /metrics.
         early: paths whose script is called before the body is read.
         got: requests that were the script's.
         gone: how many of them saw their connection close while the script ran.
@@ -57,6 +58,7 @@ class RawWorker:
 
     script: Script
     models: list[str] | int = field(default_factory=lambda: ["m"])
+    metrics: bytes = field(default_factory=page)
     early: tuple[str, ...] = ()
     got: list[Got] = field(default_factory=list)
     gone: int = 0
@@ -89,7 +91,7 @@ class RawWorker:
         if path == "/health":
             request.writer.write(whole(200, b""))
         elif path.startswith("/metrics"):
-            request.writer.write(whole(200, page(), "text/plain"))
+            request.writer.write(whole(200, self.metrics, "text/plain"))
         elif path == "/v1/models" and isinstance(self.models, int):
             request.writer.write(whole(self.models, b"{}"))
         elif path == "/v1/models" and isinstance(self.models, list):

@@ -17,7 +17,15 @@ from service.auth import Door
 from service.auth_settings import AuthConfig, ClientKey
 from service.central_queue import CentralQueue
 from service.control.config import ControlConfig, PolicyName
-from service.control.events import Outcome, Refusal, Role, WorkerJoined, WorkerSpec
+from service.control.events import (
+    Outcome,
+    Refusal,
+    Role,
+    WorkerChanged,
+    WorkerJoined,
+    WorkerSpec,
+    WorkerState,
+)
 from service.control.router import Router
 from service.edge import Doors, Edge, EdgeConfig, Inside, make_ways, reading
 from service.fleet_types import Candidate
@@ -72,7 +80,11 @@ class HandlerTransport(httpx.AsyncBaseTransport):
 
 @dataclass
 class Stage:
-    """The assembled shell; `workers` maps ids to transports."""
+    """The assembled shell; `workers` maps ids to transports.
+
+    Attributes:
+        drops_suspects: a worker that the forwarder suspects goes down at once, as the fleet does.
+    """
 
     workers: dict[str, httpx.AsyncBaseTransport]
     batch_limit: int = 8
@@ -90,6 +102,7 @@ class Stage:
     context_tokens: int | None = None
     keys: tuple[ClientKey, ...] = ()
     tracer: Tracer = field(default_factory=NoTracer)
+    drops_suspects: bool = False
 
     def candidates(self, model: str) -> tuple[Candidate, ...]:
         """Every worker is up and serves the same models."""
@@ -145,8 +158,13 @@ class Stage:
             worker=configs.__getitem__,
             transports=self.workers,
             config=self.forward,
-            suspect=self.suspects.append,
+            suspect=self._suspect,
         )
+
+    def _suspect(self, worker_id: str) -> None:
+        self.suspects.append(worker_id)
+        if self.drops_suspects:
+            self.queue.publish(WorkerChanged(worker_id, WorkerState.DOWN))
 
     def _sources(self) -> Sources:
         return Sources(
