@@ -138,6 +138,22 @@ def test_one_hot_session_spills_over_the_fleet(workers: int) -> None:
     assert max(load.values()) < 16
 
 
+@pytest.mark.parametrize("shares", [(0.25, 0.25, 0.25, 0.25), (0.91, 0.03, 0.03, 0.03)], ids=str)
+def test_sessions_crowd_on_no_worker_whatever_the_order_they_come_in(
+    shares: tuple[float, ...],
+) -> None:
+    """As many sessions as workers, all hot or one of them: no placement is four to none."""
+    for seed in range(8):
+        rng, router = np.random.default_rng(seed), fleet(CONFIG, 4, batch_limit=16)
+        load = dict.fromkeys((f"w{g}" for g in range(4)), 0)
+        for number in range(32):
+            now_s, session = number * 0.05, int(rng.choice(4, p=shares))
+            head = prefix(f"talk {session}", int(rng.integers(2, 12)))
+            load[send(router, f"r{number}", head, now_s, answer=400)] += 1
+            router.handle(FirstToken(f"r{number}"), now_s)
+        assert max(load.values()) - min(load.values()) <= 4, (seed, load)
+
+
 def test_starts_of_one_tick_do_not_all_follow_one_cache() -> None:
     """Each start makes the next one's reward on that worker smaller."""
     router = fleet(CONFIG, 2, batch_limit=16)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -71,6 +74,39 @@ def test_the_first_signal_lets_requests_finish_and_the_exit_status_is_0() -> Non
             assert b"".join(parts).endswith(b"data: [DONE]\n\n")
         assert router.line("stopping")["held"] == 0
         assert router.process.wait(timeout=10) == 0
+
+
+def test_a_signal_lets_streams_and_the_queue_finish() -> None:
+    """T89: streams that run and streams that wait are whole, what comes later is refused."""
+    body = SLOW | {"max_tokens": 120}
+    with (
+        running("--mock-batch-limit", "5") as router,
+        httpx.Client(trust_env=False, timeout=60) as client,
+        ThreadPoolExecutor(10) as pool,
+    ):
+        url = f"{router.url}/v1/completions"
+        answers = [pool.submit(httpx.post, url, json=body, timeout=60) for _ in range(10)]
+        while gauges(client, router) != {"running": 5, "waiting": 5}:
+            time.sleep(0.01)
+        router.process.send_signal(signal.SIGTERM)
+        router.line("draining")
+        ready = client.get(f"{router.url}/ready")
+        assert (ready.status_code, ready.json()["why"]) == (503, "draining")
+        late = client.post(url, json=body)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
+        for answer in answers:
+            *events, done, end = answer.result().content.split(b"\n\n")
+            assert (done, end) == (b"data: [DONE]", b"")
+            assert len(events) >= 120
+        assert router.line("stopping")["held"] == 0
+        assert router.process.wait(timeout=10) == 0
+
+
+def gauges(client: httpx.Client, router: Process) -> dict[str, float]:
+    """Requests of the queue, by what they do."""
+    page = client.get(f"{router.url}/metrics").text
+    values = re.findall(r"^bidgate_queue_(running|waiting) (\S+)$", page, re.MULTILINE)
+    return {name: float(value) for name, value in values}
 
 
 def test_the_second_signal_ends_streams_with_an_error_event_at_once() -> None:
