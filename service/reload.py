@@ -52,6 +52,7 @@ LIVE: Final = (
     "edge.model_aliases",
     "edge.forward_priority",
     "edge.clients_pin",
+    "edge.session_headers",
     "forward.connect_timeout_s",
     "forward.first_byte_timeout_s",
     "forward.stall_timeout_s",
@@ -66,7 +67,13 @@ LIVE: Final = (
     "control.age_bound_s",
     "control.age_factor",
     "control.age_floor_s",
+    "control.age_share",
+    "control.age_stretch",
     "control.age_memory_s",
+    "control.tenants.weights",
+    "control.tenants.memory_s",
+    "control.affinity",
+    "control.slow_start_s",
     "control.queue_max",
     "control.max_wait_s",
     "control.no_worker_hold_s",
@@ -184,22 +191,27 @@ class Reloader:
             self._seen = await asyncio.to_thread(_digest, self._files)
         self._take(loaded.settings)
 
-    def _reject(self, reason: str) -> None:
+    def _reject(self, reason: str, advice: str = "mend the file") -> None:
         self._rejections += 1
         self._reason = reason
         self._log.error(
             "settings_rejected",
             reason=reason,
-            advice="mend the file; the settings before it stay in use until then",
+            advice=f"{advice}; the settings before it stay in use until then",
         )
 
     def _take(self, settings: Settings) -> None:
+        names = differing(self._in_use, settings)
+        pending = tuple(name for name in names if not is_live(name))
+        try:
+            effective = with_old(self._in_use, settings, pending)
+        except ValueError as error:
+            needs = ", ".join(pending[:NAMES_LOGGED_MAX])
+            self._reject(f"{error} (with the old {needs})", "mend the file, or restart bidgate")
+            return
         if self._reason:
             self._log.info("settings_usable_again")
         self._reason = ""
-        names = differing(self._in_use, settings)
-        pending = tuple(name for name in names if not is_live(name))
-        effective = with_old(self._in_use, settings, pending)
         live = [name for name in names if is_live(name)]
         if pending and pending != self._pending:
             self._log.warning(
@@ -254,22 +266,33 @@ def differing(old: Settings, new: Settings) -> tuple[str, ...]:
 
 
 def with_old(old: Settings, new: Settings, names: Iterable[str]) -> Settings:
-    """The new settings with the old values of some."""
-    update: dict[str, object] = {}
-    for name in names:
-        group, _, rest = name.partition(".")
-        kept, given = getattr(old, group), update.get(group, getattr(new, group))
-        update[group] = _with_old(kept, given, rest)
+    """The new settings with the old values of some.
+
+    Raises:
+        ValueError: old and new values do not go together.
+    """
+    kept = _below(name.split(".") for name in names)
+    update = {name: _with_old(getattr(old, name), getattr(new, name), kept[name]) for name in kept}
     return new.model_copy(update=update)
 
 
-def _with_old(old: object, new: object, path: str) -> object:
-    if not path:
+def _with_old(old: object, new: object, paths: list[list[str]]) -> object:
+    """Replace at once what is kept of one group: its values are checked together."""
+    if [] in paths:
         return old
-    name, _, rest = path.partition(".")
     assert is_dataclass(new)
     assert not isinstance(new, type)
-    return replace(new, **{name: _with_old(getattr(old, name), getattr(new, name), rest)})
+    kept = _below(paths)
+    values = {name: _with_old(getattr(old, name), getattr(new, name), kept[name]) for name in kept}
+    return replace(new, **values)
+
+
+def _below(paths: Iterable[list[str]]) -> dict[str, list[list[str]]]:
+    """Paths without their first name, by that name."""
+    found: dict[str, list[list[str]]] = {}
+    for name, *rest in paths:
+        found.setdefault(name, []).append(rest)
+    return found
 
 
 def _differing(old: object, new: object, name: str) -> Iterator[str]:

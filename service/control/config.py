@@ -360,7 +360,7 @@ FIXED_AT_START = (
     "seed",
 )
 """What the ledger, the look-ahead and the forecasts are built on."""
-NOT_THE_POLICYS = ("queue_max", "max_wait_s", "no_worker_hold_s")
+NOT_THE_POLICYS = ("queue_max", "max_wait_s", "no_worker_hold_s", "slow_start_s")
 
 
 def taken_live(old: ControlConfig, new: ControlConfig) -> tuple[ControlConfig, bool]:

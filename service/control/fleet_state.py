@@ -171,6 +171,12 @@ class FleetState:
         self._shapes.clear()
         self.version += 1
 
+    def start_slowly_over(self, slow_start_s: float) -> None:
+        """Take another time of the slow start; workers that came up of late follow it as well."""
+        self._slow_start_s = slow_start_s
+        came_up_s = self._numbers["came_up_s"].max(initial=-np.inf)
+        self._slow_until_s = float(came_up_s) + slow_start_s
+
     def report(self, worker_id: str, report: WorkerReport, own: OwnLoad, at_s: float) -> None:
         """Correct a worker by what its engine said; unknown values change nothing.
 

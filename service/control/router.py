@@ -204,6 +204,10 @@ class Router:
         if not alike:
             self._policy, self._natural = make_policy(self._config), None
         self._affinity.on = self._config.affinity.weight > 0
+        self._fleet.start_slowly_over(self._config.slow_start_s)
+        room = self._waiting
+        waiting = [room.entries[request_id] for request_id in room.ids]
+        self._tenants.reconfigure(self._config.tenants, waiting, room.tenants)
 
     @property
     def fallbacks(self) -> tuple[int, str]:

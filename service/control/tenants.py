@@ -35,17 +35,51 @@ class Tenants:
 
     def __init__(self, config: TenantConfig) -> None:
         named = config.parsed()
-        self._default = named.pop("*", 1.0)
+        default = named.pop("*", 1.0)
+        self._config = config
         self.active = bool(config.weights)
         self._memory_s = config.memory_s
         self._named = frozenset(named)
         self._size = 1 + max(config.tracked_max, len(named))
         self._index = {name: 1 + place for place, name in enumerate(named)}
-        self._weight = np.full(self._size, self._default)
+        self._weight = np.full(self._size, default)
         self._weight[1 : 1 + len(named)] = list(named.values())
         self._use = np.zeros(self._size)
         self._tokens = np.zeros(self._size, dtype=np.int64)
         self._faded_s = 0.0
+
+    def reconfigure(self, config: TenantConfig, waiting: list[Entry], places: IntArray) -> None:
+        """Take other weights, or another memory; use up to now stays, and counts for them.
+
+        Places do not move, as started requests know theirs; tracked_max is the first one's.
+
+        Args:
+            config: the new settings.
+            waiting: who waits, in order.
+            places: (n,) where their tenants are counted; changed where they had no place of theirs.
+        """
+        if config == self._config:
+            return
+        self._config, self._memory_s = config, config.memory_s
+        self.active = bool(config.weights)
+        weights = config.parsed()
+        default = weights.pop("*", 1.0)
+        before, self._named = self._named, frozenset(weights)
+        # No counter falls or jumps because a tenant is shown under another name from now on.
+        self._tokens[[self._index[name] for name in before - self._named]] = 0
+        held = np.bincount(places, minlength=self._size) > 0
+        for name in weights:
+            if not self._find(name, held):
+                held = self._grow(name, held)
+        self._weight = np.full(self._size, default)
+        self._weight[[self._index[name] for name in weights]] = list(weights.values())
+        risen = [self._index[name] for name in self._named - before]
+        self._tokens[0] += self._tokens[risen].sum()
+        self._tokens[risen] = 0
+        for row, entry in enumerate(waiting) if self.active else ():
+            if not entry.tenant:
+                entry.tenant = places[row] = self._find(entry.request.tenant, held)
+                held[entry.tenant] = True
 
     def place(self, entry: Entry, waiting: IntArray, now_s: float) -> None:
         """A request begins to wait; so do others, whose tenants are counted at (n,) places."""
@@ -62,6 +96,8 @@ class Tenants:
     def start(self, entry: Entry, fleet: FleetState, now_s: float) -> None:
         """A waiting request starts: it is charged for all that it is expected to use."""
         if not self.active:
+            # What was not charged is not given back either, should weights be set meanwhile.
+            entry.slot_share = 0.0
             return
         self._fade(now_s)
         entry.slot_share = _slot_share(entry, fleet)
@@ -148,6 +184,18 @@ class Tenants:
             self._use[at] = 0.0
         self._index[name] = at
         return at
+
+    def _grow(self, name: str, held: BoolArray) -> BoolArray:
+        """Make room for a tenant with a weight although every place is in use.
+
+        Of the others each has a request waiting, or more than FORGOTTEN of all use; so however
+        often weights change there are no more places than that.
+        """
+        self._index[name] = self._size
+        self._size += 1
+        self._use = np.append(self._use, 0.0)
+        self._tokens = np.append(self._tokens, 0)
+        return np.append(held, False)
 
     def _fade(self, now_s: float) -> None:
         passed_s = now_s - self._faded_s

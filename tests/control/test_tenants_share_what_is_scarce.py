@@ -15,12 +15,14 @@ from loadgen.simulation_records import SimulatedRequest
 from loadgen.simulator import simulate
 from loadgen.workload import Prediction
 from service.control import (
+    Arrived,
     ControlConfig,
     Kernel,
     Left,
     Outcome,
     PriceConfig,
     Request,
+    Router,
     TenantConfig,
 )
 from tests.control.driving import PlainFleet, accounted, ask, router_with, spec, starts
@@ -138,6 +140,132 @@ def test_no_slot_stays_free_for_the_sake_of_shares(
     assert len(fleet.started_s) == len(arrivals)
     assert accounted(router, fleet.now_s)
     assert all(one.waiting == 0 for one in router.stats(fleet.now_s).tenants)
+
+
+def named(request_id: str, tenant: str, now_s: float = 0.0, length: int = 4) -> Arrived:
+    return ask(request_id, now_s, prompt=3, tenant=tenant, decode_tokens_hint=length)
+
+
+def used_up_by(router: Router, tenant: str, number: int = 4) -> None:
+    """One tenant has the only slot again and again."""
+    for index in range(number):
+        router.handle(named(f"{tenant}{index}", tenant), 0.0)
+        assert len(starts(router.tick(0.0))) == 1
+        router.handle(Left(f"{tenant}{index}", Outcome.COMPLETED, 4), 0.0)
+
+
+def weighted(weights: str) -> ControlConfig:
+    return replace(CONFIG, tenants=TenantConfig(weights=weights))
+
+
+def started(router: Router, now_s: float) -> list[str]:
+    return [request_id for request_id, _ in starts(router.tick(now_s))]
+
+
+def contested(weights: str) -> Router:
+    """Both tenants have had as much, a request of each waits, and the one slot is taken."""
+    router = router_with(weighted(weights), spec("w0", batch_limit=1, kv=None, iteration_s=0.01))
+    used_up_by(router, "a")
+    used_up_by(router, "b")
+    router.handle(named("taken", "c"), 0.0)
+    router.tick(0.0)
+    router.handle(named("of-a", "a"), 0.0)
+    router.handle(named("of-b", "b"), 0.0)
+    return router
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "first"),
+    [
+        ("a=8,b=1,*=1", "a=1,b=8,*=1", "of-b"),
+        ("a=1,b=8,*=1", "a=8,b=1,*=1", "of-a"),
+        ("*=1", "b=8,*=1", "of-b"),
+        ("b=8,*=1", "a=8,*=1", "of-a"),
+        ("b=8,*=1", "a=64,*=8,b=8", "of-a"),
+    ],
+)
+def test_weights_that_change_hold_at_once_for_those_who_wait(
+    before: str, after: str, first: str
+) -> None:
+    router = contested(before)
+    router.reconfigure(weighted(after))
+    router.handle(Left("taken", Outcome.COMPLETED, 4), 0.01)
+    assert started(router, 0.01) == [first]
+    assert accounted(router, 0.01)
+
+
+def test_weights_set_for_the_first_time_divide_the_queue_that_is_there() -> None:
+    router = router_with(weighted(""), spec("w0", batch_limit=1, kv=None, iteration_s=0.01))
+    router.handle(named("running", "a", length=400), 0.0)
+    router.tick(0.0)
+    for index in range(3):
+        router.handle(named(f"a{index}", "a"), 0.0)
+    router.handle(named("b", "b"), 0.0)
+    router.reconfigure(weighted("*=1"))
+    # What was not charged is not given back: it ends far before its forecast.
+    router.handle(Left("running", Outcome.COMPLETED, 1), 0.1)
+    order: list[str] = []
+    for _ in range(4):
+        (request_id,) = started(router, 0.1)
+        order.append(request_id)
+        router.handle(Left(request_id, Outcome.COMPLETED, 4), 0.1)
+    assert order.index("b") <= 1
+    assert accounted(router, 0.1)
+
+
+def test_weights_taken_away_make_no_difference_any_more_and_come_back_with_all_use() -> None:
+    router = contested("*=1")
+    used = [one.decode_tokens for one in router.stats(0.0).tenants]
+    router.reconfigure(weighted(""))
+    assert router.stats(0.0).tenants == ()
+    router.handle(Left("taken", Outcome.COMPLETED, 4), 0.0)
+    (first,) = started(router, 0.0)
+    router.reconfigure(weighted("*=1"))
+    router.handle(Left(first, Outcome.COMPLETED, 4), 0.0)
+    (second,) = started(router, 0.0)
+    assert {first, second} == {"of-a", "of-b"}
+    assert [one.decode_tokens for one in router.stats(0.0).tenants] >= used
+
+
+def test_no_counter_of_tokens_falls_or_jumps_when_a_tenant_gets_a_weight_or_loses_it() -> None:
+    router = contested("a=2,*=1")
+
+    def tokens() -> dict[str, int]:
+        return {one.tenant: one.decode_tokens for one in router.stats(0.0).tenants}
+
+    assert tokens() == {"a": 16, "other": 16}
+    router.reconfigure(weighted("b=2,*=1"))
+    assert tokens() == {"b": 0, "other": 16}
+
+
+def test_every_tenant_with_a_weight_has_a_place_however_often_weights_change() -> None:
+    few = TenantConfig(weights="*=1", tracked_max=3)
+    router = router_with(
+        replace(CONFIG, tenants=few), spec("w0", batch_limit=1, kv=None, iteration_s=0.01)
+    )
+    router.handle(named("taken", "z"), 0.0)
+    router.tick(0.0)
+    for index in range(6):
+        router.handle(named(f"r{index}", f"t{index}"), 0.0)
+    for number in range(50):
+        weights = f"n{number}=1,m{number}=1,*=1"
+        router.reconfigure(replace(CONFIG, tenants=replace(few, weights=weights)))
+        assert {one.tenant for one in router.stats(0.0).tenants} == {
+            f"n{number}",
+            f"m{number}",
+            "other",
+        }
+        assert sum(one.waiting for one in router.stats(0.0).tenants) == 6
+    assert router._tenants._size <= 1 + few.tracked_max + 2
+
+
+def test_settings_that_stay_change_no_order() -> None:
+    alone, again = contested("a=3,*=1"), contested("a=3,*=1")
+    again.reconfigure(weighted("a=3,*=1"))
+    for router in (alone, again):
+        router.handle(Left("taken", Outcome.COMPLETED, 4), 0.0)
+    assert started(alone, 0.0) == started(again, 0.0)
+    assert alone.stats(0.0) == again.stats(0.0)
 
 
 @pytest.mark.parametrize("weights", ["", "*=1"])

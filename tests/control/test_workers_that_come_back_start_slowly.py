@@ -52,6 +52,19 @@ def test_its_slots_open_one_after_the_other_and_then_all_are_open(policy: str) -
     assert total == SLOTS
 
 
+@pytest.mark.parametrize(("slow_start_s", "open_at_once"), [(0.0, 8), (1.0, 4), (50.0, 1)])
+def test_another_time_holds_for_a_worker_that_is_starting_too(
+    slow_start_s: float, open_at_once: int
+) -> None:
+    router = router_with(SLOW, spec(batch_limit=SLOTS), spec("w1", batch_limit=SLOTS))
+    busy_beside_a_newcomer(router, 1.0)
+    assert started_on_w1(router, 1.0) == 1
+    policy = router.policy
+    router.reconfigure(replace(SLOW, slow_start_s=slow_start_s))
+    assert router.policy is policy
+    assert 1 + started_on_w1(router, 1.5) == open_at_once
+
+
 def test_a_tick_comes_by_itself_while_slots_open() -> None:
     router = router_with(SLOW, spec(batch_limit=SLOTS), spec("w1", batch_limit=SLOTS))
     busy_beside_a_newcomer(router, 1.0)

@@ -142,6 +142,64 @@ async def test_what_needs_a_restart_keeps_its_value_and_is_named(tmp_path: Path)
     assert [line["settings"] for line in named] == [list(pending)]
 
 
+async def test_shares_affinity_tails_and_sessions_change_without_a_restart(tmp_path: Path) -> None:
+    file = write(tmp_path / "b.yaml", "workers: [http://a:1]\n")
+    async with following(file) as followed:
+        write(
+            file,
+            "workers: [http://a:1]\nedge: {session_headers: x-talk}\n"
+            "control: {tenants: {weights: 'a=3,*=1', memory_s: 5}, affinity: {weight: 2,"
+            " crowding: 0.1}, slow_start_s: 1, weights: {tail_ttft: 7, ttft_bound_s: 2}}\n",
+        )
+        await followed.until(lambda: bool(followed.applied))
+        assert followed.reloader.stats().restart_pending == ()
+    (settings,) = followed.applied
+    control = settings.control
+    assert (control.tenants.weights, control.tenants.memory_s) == ("a=3,*=1", 5.0)
+    assert (control.affinity.weight, control.affinity.crowding) == (2.0, 0.1)
+    assert (control.slow_start_s, control.weights.tail_ttft) == (1.0, 7.0)
+    assert settings.edge.session_headers == "x-talk"
+
+
+async def test_settings_that_only_a_restart_brings_are_kept_together(tmp_path: Path) -> None:
+    """One by one they would not pass their own check: a bucket longer than the horizon."""
+    file = write(tmp_path / "b.yaml", "workers: [http://a:1]\n")
+    async with following(file) as followed:
+        write(
+            file,
+            "workers: [http://a:1]\n"
+            "control: {horizon_iterations: 8192, bucket_iterations: 8192, queue_max: 7}\n",
+        )
+        await followed.until(lambda: bool(followed.applied))
+        assert followed.reloader.stats().restart_pending == (
+            "control.horizon_iterations",
+            "control.bucket_iterations",
+        )
+    assert followed.applied[0].control == ControlConfig(queue_max=7)
+
+
+async def test_a_change_that_only_a_restart_could_bring_is_rejected_and_the_next_is_not(
+    tmp_path: Path,
+) -> None:
+    """More tenants with a weight than the old tracked_max has room for."""
+    file = write(tmp_path / "b.yaml", "workers: [http://a:1]\n")
+    many = ",".join(f"t{number}=1" for number in range(300))
+    with structlog.testing.capture_logs() as log:
+        async with following(file) as followed:
+            write(
+                file,
+                "workers: [http://a:1]\n"
+                f"control: {{tenants: {{tracked_max: 512, weights: '{many}'}}}}\n",
+            )
+            await followed.until(lambda: followed.reloader.stats().rejected)
+            write(file, "workers: [http://a:1]\ncontrol: {tenants: {weights: 'a=2'}}\n")
+            await followed.until(lambda: bool(followed.applied))
+            assert not followed.reloader.stats().rejected
+    (said,) = [line for line in log if line["event"] == "settings_rejected"]
+    assert "control.tenants.tracked_max" in said["reason"]
+    assert "restart" in said["advice"]
+
+
 def test_every_live_name_is_a_setting_or_a_group_of_them() -> None:
     names = set(setting_names())
     for live in LIVE:
