@@ -69,6 +69,8 @@ LIGHT: Final = frozenset(
         "/v1/messages/count_tokens",
         "/v1/audio/transcriptions",
         "/v1/audio/translations",
+        "/v1/systemone",
+        "/cohere/v2/chat/render",
     }
 )
 """Routes that hold no decode slot for long; also every unknown path below /v1/."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +15,10 @@ from service.light import LightConfig
 from service.surface import LIGHT, OPERATORS, QUEUED, Way, find_route
 from tests.clock import run_virtual
 from tests.service.stage import HandlerTransport, Stage, answer
+
+ROUTES = Path(__file__).with_name("vllm_routes_0.32.0.txt")
+HTTP_PAGE = (ROUTES.parents[2] / "docs/http.md").read_text(encoding="utf-8")
+RELAYED = ("queued", "light", "stored")
 
 Scenario = Callable[[], Awaitable[None]]
 
@@ -72,6 +77,36 @@ def test_an_unknown_route_passes_with_any_method(method: str) -> None:
         async with stage_of("a").open() as stage:
             exchange = await stage.send(method, "/v1/things/7")
             assert json.loads(exchange.body) == {"path": "/v1/things/7", "method": method}
+
+    run_virtual(scenario())
+
+
+def of_the_engine() -> list[tuple[str, str, str]]:
+    """Way, method and path of every route of vLLM's."""
+    lines = ROUTES.read_text(encoding="utf-8").splitlines()
+    rows = [line.split() for line in lines if not line.startswith("#")]
+    return [(way, method, path) for way, method, path in rows]
+
+
+@pytest.mark.parametrize(("way", "method", "path"), of_the_engine())
+def test_every_route_of_the_engines_is_served_or_refused_by_name(
+    way: str, method: str, path: str
+) -> None:
+    async def scenario() -> None:
+        if way == "none":
+            assert f"`{path}`" in HTTP_PAGE
+        if method == "WEBSOCKET":
+            return
+        async with stage_of("a").open() as stage:
+            asked = path.replace("{response_id}", "resp_1")
+            headers = {"content-type": "application/json"}
+            exchange = await stage.send(method, asked, b'{"model": "m"}', headers=headers)
+            expected = {"operators": 403, "none": 404}.get(way, 200)
+            # Readiness is another test's; here it is enough that there is an answer.
+            assert exchange.status in ({200, 503} if "/ready" in path else {expected})
+            forwarded = sent(stage)["a"]
+            assert forwarded == ([f"{method} {asked}"] if way in RELAYED else [])
+            assert bool(stage.ends()) == (way == "queued")
 
     run_virtual(scenario())
 
