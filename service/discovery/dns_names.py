@@ -35,6 +35,7 @@ class DnsSource:
     def __init__(self, config: DnsConfig) -> None:
         self.label = config.label
         self.retry_max_s = config.interval_s
+        self.trouble = ""
         self._config = config
         self._empty_answers = 0
         self._families: set[str] = set()

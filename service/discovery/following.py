@@ -193,7 +193,7 @@ class Discovery:
             began_s = loop.time()
             try:
                 async for entries in source.snapshots():
-                    self._take(source.label, entries)
+                    self._take(source, entries)
             except SourceError as error:
                 self._fail(source.label, str(error))
             except Exception as error:
@@ -204,19 +204,20 @@ class Discovery:
             await asyncio.sleep(pause_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
             pause_s = min(2 * pause_s, source.retry_max_s)
 
-    def _take(self, label: str, entries: Snapshot) -> None:
-        """Book a source's word.
+    def _take(self, source: Source, entries: Snapshot) -> None:
+        """Book a source's word; one that hears of no changes goes on failing.
 
         Raises:
             SourceError: an entry cannot be a worker; the whole word is dropped.
         """
+        label = source.label
         workers = tuple(rank for one in entries for rank in self._worker(label, one).ranks())
         said = self._known[label]
-        if said.failing:
+        if said.failing and not source.trouble:
             self._log.info("discovery_works_again", source=label)
         if said.workers != workers or said.said_at_s is None:
             self._log.info("discovered", source=label, workers=len(workers))
-        said.workers, said.failing = workers, ""
+        said.workers, said.failing = workers, source.trouble
         said.said_at_s = asyncio.get_running_loop().time()
         self._publish()
 

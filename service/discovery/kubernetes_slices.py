@@ -2,7 +2,8 @@
 
 Everything is listed anew whenever a watch ends, for whatever reason: its time is over, the
 connection broke, or the version is too old (410). A deletion that was missed meanwhile is missing
-from the list, so no worker outlives its endpoint. kubernetes-asyncio is imported when needed.
+from the list, so no worker outlives its endpoint. Where the watch is refused the lists go on, with
+the pauses of a source that fails. kubernetes-asyncio is imported when needed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import wraps
+from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -33,12 +36,17 @@ Slices = dict[str, Mapping[str, Any]]
 """EndpointSlices as JSON, by name."""
 
 
+class _WatchOverError(SourceError):
+    """A watch ended as watches do: its version is too old, or the connection broke."""
+
+
 class KubernetesSource:
     """Follows the EndpointSlices that a selector finds."""
 
     def __init__(self, config: KubernetesConfig) -> None:
         self.label = config.label
         self.retry_max_s = config.retry_max_s
+        self.trouble = ""
         self._config = config
 
     async def snapshots(self) -> AsyncIterator[Snapshot]:
@@ -67,29 +75,48 @@ class KubernetesSource:
     async def _watch(
         self, client: ApiClient, slices: Slices, version: str
     ) -> AsyncIterator[Slices]:
-        from kubernetes_asyncio import client as api
-        from kubernetes_asyncio import watch
-
-        config = self._config
-        watcher = watch.Watch()
-        stream = watcher.stream(
-            api.DiscoveryV1Api(client).list_namespaced_endpoint_slice,
-            _namespace(config.namespace),
-            label_selector=config.selector,
-            resource_version=version,
-            allow_watch_bookmarks=True,
-            timeout_seconds=int(config.resync_s),
-            _request_timeout=config.resync_s + WATCH_GRACE_S,
-        )
         try:
+            with _api_errors(self.label):
+                response = await self._open(client, version)
+            if self.trouble:
+                self.trouble = ""
+                yield slices
             # However a watch ends, the list that follows tells what it missed, or fails itself.
-            with suppress(SourceError), _api_errors(self.label):
-                async for event in stream:
+            with suppress(_WatchOverError), _api_errors(self.label):
+                async for event in _events(client, response):
                     if _apply(slices, event):
                         yield slices
-        finally:
-            watcher.stop()
-            await watcher.close()
+        except SourceError as error:
+            self.trouble = str(error)
+            raise
+
+    async def _open(self, client: ApiClient, version: str) -> aiohttp.ClientResponse:
+        """Begin a watch.
+
+        Raises:
+            SourceError: the API server does not let us.
+        """
+        from kubernetes_asyncio import client as api
+
+        config = self._config
+        response = cast(
+            aiohttp.ClientResponse,
+            await api.DiscoveryV1Api(client).list_namespaced_endpoint_slice(
+                _namespace(config.namespace),
+                label_selector=config.selector,
+                resource_version=version,
+                allow_watch_bookmarks=True,
+                watch=True,
+                timeout_seconds=int(config.resync_s),
+                _request_timeout=config.resync_s + WATCH_GRACE_S,
+                _preload_content=False,
+            ),
+        )
+        if response.status != 200:
+            response.close()
+            words = f"the API server refused the watch: {response.status} {response.reason}"
+            raise SourceError(f"{self.label}: {words}")
+        return response
 
     def _entries(self, slices: Slices) -> Snapshot:
         workers: dict[str, WorkerSettings] = {}
@@ -118,6 +145,28 @@ class KubernetesSource:
             names = ", ".join(str(port.get("name")) for port in ports)
             raise SourceError(f"{self.label}: several ports ({names}); choose one by port_name")
         return int(ports[0]["port"]) if ports else None
+
+
+async def _events(
+    client: ApiClient, response: aiohttp.ClientResponse
+) -> AsyncIterator[Mapping[str, Any]]:
+    """Read the events of a watch that has begun."""
+    from kubernetes_asyncio import client as api
+    from kubernetes_asyncio import watch
+
+    @wraps(api.DiscoveryV1Api(client).list_namespaced_endpoint_slice)
+    async def begun(**_: object) -> aiohttp.ClientResponse:
+        return response
+
+    watcher = watch.Watch()
+    try:
+        # Events without end are the default, and then it would begin a second watch by itself.
+        async for event in watcher.stream(begun, timeout_seconds=0):
+            yield event
+    finally:
+        watcher.stop()
+        response.close()
+        await watcher.close()
 
 
 def _apply(slices: Slices, event: Mapping[str, Any]) -> bool:
@@ -212,7 +261,8 @@ def _api_errors(label: str) -> Iterator[None]:
     try:
         yield
     except ApiException as error:
-        raise SourceError(f"{label}: {error.status} {error.reason}") from None
+        kind = _WatchOverError if error.status == HTTPStatus.GONE else SourceError
+        raise kind(f"{label}: {error.status} {error.reason}") from None
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         words = " ".join(str(error).split()) or type(error).__name__
-        raise SourceError(f"{label}: {words}") from error
+        raise _WatchOverError(f"{label}: {words}") from error

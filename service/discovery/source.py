@@ -21,10 +21,12 @@ class Source(Protocol):
     Attributes:
         label: its name in metrics and log lines; bounded by the settings.
         retry_max_s: longest pause before it is tried again after a failure.
+        trouble: why it cannot hear of changes although it can say who the workers are; or "".
     """
 
     label: str
     retry_max_s: float
+    trouble: str
 
     def snapshots(self) -> AsyncIterator[Snapshot]:
         """Yield all workers at each change; ends when it should be begun anew.

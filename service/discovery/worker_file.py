@@ -32,6 +32,7 @@ class FileSource:
     def __init__(self, path: Path, interval_s: float) -> None:
         self.label = f"file:{path}"
         self.retry_max_s = interval_s
+        self.trouble = ""
         self._path = path
         self._interval_s = interval_s
 

@@ -59,6 +59,7 @@ class ScriptedApi:
     watches: list[str] = field(default_factory=list)
     selectors: list[str] = field(default_factory=list)
     fail: int = 0
+    refuse: int = 0
     events: asyncio.Queue[Slice | None] = field(default_factory=asyncio.Queue)
 
     def hold(self, *slices: Slice) -> None:
@@ -93,6 +94,9 @@ class ScriptedApi:
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         self.watches.append(request.query["resourceVersion"])
+        if self.refuse:
+            # As a gateway before the API server answers, where that is not a Status.
+            return web.Response(status=self.refuse, text="<html>no</html>")
         response = web.StreamResponse()
         await response.prepare(request)
         while (event := await self.events.get()) is not None:
@@ -149,7 +153,7 @@ class Followed:
 @asynccontextmanager
 async def following(kubeconfig: Path, **fields: Any) -> AsyncIterator[Followed]:
     given = {"service": "vllm", "namespace": "prod", "kubeconfig": kubeconfig} | fields
-    config = KubernetesConfig(retry_max_s=0.2, **given)
+    config = KubernetesConfig(**{"retry_max_s": 0.2, **given})
 
     def want(workers: Any) -> None:
         followed.workers = dict(workers)
@@ -232,6 +236,58 @@ async def test_a_version_that_is_too_old_is_listed_anew_and_never_watched_again(
             api.tell("MODIFIED", a_slice(endpoint("10.0.0.4", "d")))
             await followed.until("d")
         assert api.watches == ["2", "3"]
+
+
+@pytest.mark.parametrize("status", [403, 410, 504])
+async def test_a_watch_that_is_refused_is_shown_and_lists_go_on_at_the_pause_of_a_failure(
+    tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noting(seconds_s: float) -> None:
+        if seconds_s < 0.05:
+            await sleep(seconds_s)
+            return
+        pauses.append(seconds_s)
+
+    async with scripted_api(tmp_path) as (api, kubeconfig):
+        api.hold(a_slice(endpoint("10.0.0.1", "a")))
+        api.refuse = status
+        with structlog.testing.capture_logs() as log:
+            async with following(kubeconfig, retry_max_s=6.4) as followed:
+                monkeypatch.setattr(asyncio, "sleep", noting)
+                failures = followed.discovery.stats
+                await until(lambda: failures()[0].failures >= 8, within_s=WAIT_S)
+                api.hold(a_slice(endpoint("10.0.0.2", "b")))
+                await followed.until("b")
+                assert failures()[0].failing
+                api.refuse = 0
+                await until(lambda: not failures()[0].failing, within_s=WAIT_S)
+                api.tell("MODIFIED", a_slice(endpoint("10.0.0.3", "c")))
+                await followed.until("c")
+    assert pauses[:8] == pytest.approx([0.1 * 2**n for n in range(7)] + [6.4], rel=0.21)
+    events = [line["event"] for line in log]
+    assert events.count("discovery_failed") == 1
+    assert events.count("discovery_works_again") == 1
+    (said,) = [line["reason"] for line in log if line["event"] == "discovery_failed"]
+    assert f"refused the watch: {status}" in said
+
+
+async def test_an_error_within_a_watch_is_shown_unless_its_version_is_too_old(
+    tmp_path: Path,
+) -> None:
+    async with scripted_api(tmp_path) as (api, kubeconfig):
+        api.hold(a_slice(endpoint("10.0.0.1", "a")))
+        async with following(kubeconfig) as followed:
+            await followed.until("a")
+            status = {"kind": "Status", "code": 500, "reason": "Broken", "message": "no storage"}
+            api.events.put_nowait({"type": "ERROR", "object": status})
+            stats = followed.discovery.stats
+            await until(lambda: stats()[0].failures == 1, within_s=WAIT_S)
+            await until(lambda: not stats()[0].failing, within_s=WAIT_S)
+            api.tell("MODIFIED", a_slice(endpoint("10.0.0.4", "d")))
+            await followed.until("d")
 
 
 async def test_an_api_server_that_fails_leaves_the_workers_and_is_told_once(

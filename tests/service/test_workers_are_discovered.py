@@ -270,6 +270,7 @@ class Scripted:
     """A source that says what it is told to, or fails."""
 
     retry_max_s = 10.0
+    trouble = ""
 
     def __init__(self, label: str) -> None:
         self.label = label
