@@ -110,21 +110,44 @@ def test_a_worker_that_left_leaves_no_series() -> None:
     run_virtual(scenario())
 
 
-def test_no_label_is_the_clients_to_choose() -> None:
-    async def scenario() -> tuple[int, int]:
-        async with Stage({"a": HandlerTransport(plain)}, models=None).open() as stage:
-            counts = []
-            for round_ in range(2):
-                for number in range(50):
-                    name = f"{round_}-{number}"
-                    body = completion(model=name)
-                    await stage.post(body, headers={"x-bidgate-tenant": name})
-                    await stage.send("GET", f"/nope/{name}")
-                counts.append(len(await scrape(stage)))
-            return counts[0], counts[1]
+async def under_a_name(stage: Stage, name: str) -> None:
+    """Ask for everything, by every word that a client is free to choose."""
+    headers = {
+        "x-request-id": name,
+        "x-bidgate-tenant": name,
+        "x-session-id": name,
+        "x-dynamo-session-id": name,
+        "x-bidgate-worker": name,
+        "authorization": f"Bearer {name}",
+        "user-agent": name,
+        "content-type": "application/json",
+    }
+    body = completion(model=name, prompt=name, user=name)
+    chat = {"model": name, "messages": [{"role": "system", "content": name}], "max_tokens": 4}
+    await stage.post(body, headers=headers)
+    await stage.post(chat, path="/v1/chat/completions", headers=headers)
+    await stage.post({"model": name, "input": name}, path="/v1/embeddings", headers=headers)
+    await stage.post(body | {"max_tokens": 0}, headers=headers)
+    for path in (f"/nope/{name}", f"/v1/{name}", f"/v1/responses/{name}"):
+        await stage.send("GET", path, headers=headers)
+    await stage.send(name.upper(), "/v1/completions", headers=headers)
 
-    first, second = run_virtual(scenario())
-    assert first == second
+
+def test_no_label_is_the_clients_to_choose() -> None:
+    async def scenario() -> tuple[Series, Series]:
+        control = ControlConfig(policy=PolicyName.ONLINE_LP)
+        stage = Stage({"a": HandlerTransport(plain)}, models=None, control=control)
+        async with stage.open():
+            await under_a_name(stage, "chosen-first")
+            first = await scrape(stage)
+            for number in range(120):
+                await under_a_name(stage, f"chosen-{number}")
+            return first, await scrape(stage)
+
+    first, last = run_virtual(scenario())
+    assert last.keys() == first.keys()
+    assert value(last, "requests_entered_total") == 242
+    assert not [key for key in last if "chosen" in str(key).lower()]
 
 
 def test_ready_says_why_not() -> None:
