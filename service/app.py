@@ -44,6 +44,7 @@ from service.routes import answer_unknown_paths, routes, with_aliases
 from service.settings import MockConfig, Settings
 from service.settings_text import SettingsError
 from service.telemetry import Sources, Telemetry
+from service.tls import renew, worker_context
 from service.trace import NoTracer, Tracer
 from service.tracing_config import TracingConfig
 from service.worker_config import WorkerConfig
@@ -167,6 +168,7 @@ class _Parts:
     door: Door
     inside: Inside
     tracer: Tracer
+    worker_tls: ssl.SSLContext | None
 
 
 def _build_parts(settings: Settings) -> _Parts:
@@ -181,10 +183,12 @@ def _build_parts(settings: Settings) -> _Parts:
         stopwatch=time.perf_counter,
         log=log,
     )
+    worker_tls = worker_context(settings.fleet)
     open_transport = partial(
         WorkerTransport,
         keepalive_s=settings.forward.keepalive_s,
         link_local=settings.fleet.allow_link_local,
+        tls=worker_tls,
     )
     client = make_client(open_transport(), connect_timeout_s=settings.forward.connect_timeout_s)
     fleet = Fleet((), settings.watch, client, queue.publish)
@@ -218,6 +222,7 @@ def _build_parts(settings: Settings) -> _Parts:
         door=Door(),
         inside=Inside(settings.edge),
         tracer=_make_tracer(settings.tracing),
+        worker_tls=worker_tls,
     )
 
 
@@ -261,6 +266,8 @@ class _Applier:
             certificate = settings.server.certificate()
             if certificate is not None and self._tls is not None:
                 certificate.load(self._tls)
+            if parts.worker_tls is not None:
+                renew(parts.worker_tls, settings.fleet)
         except SettingsError as error:
             # They were good a moment ago, when they were checked.
             parts.log.error("settings_not_applied", reason=str(error))

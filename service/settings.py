@@ -42,7 +42,7 @@ from service.open_files import files_needed
 from service.queue_stats import QueueConfig
 from service.secrets import Secret
 from service.settings_text import SettingsError, listed, nearest, read_yaml
-from service.tls import Certificate, TlsVersion, server_context
+from service.tls import Certificate, TlsVersion, server_context, worker_context
 from service.tracing_config import TracingConfig, require_otel
 from service.worker_config import WorkerConfig
 from service.worker_settings import FleetConfig, WorkerEntry, WorkerSettings, worker_config
@@ -315,6 +315,7 @@ class Settings(BaseSettings):
         self.worker_configs()
         self.client_keys()
         self.server.tls_context()
+        worker_context(self.fleet)
         if self.discovery.kubernetes:
             require_kubernetes()
         if self.tracing.enabled:

@@ -1,4 +1,4 @@
-"""TLS on the listener: the certificate and how old a protocol may be."""
+"""TLS on the listener (the certificate, how old a protocol may be) and to the workers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from service.secrets import note_file
 from service.settings_text import SettingsError
+from service.worker_settings import FleetConfig
 
 
 class TlsVersion(StrEnum):
@@ -24,15 +25,23 @@ MINIMUM = {
 
 
 class Certificate:
-    """The listener's certificate; may be loaded again while the listener serves.
+    """A certificate of bidgate's own; may be loaded again while it is in use.
 
     Args:
         cert_file: PEM, the certificate and those between it and the root.
         key_file: PEM, its private key; None when it stands in cert_file.
         password: of the private key.
+        setting: that names cert_file.
     """
 
-    def __init__(self, cert_file: Path, key_file: Path | None, password: str | None) -> None:
+    def __init__(
+        self,
+        cert_file: Path,
+        key_file: Path | None,
+        password: str | None,
+        setting: str = "server.tls_cert_file",
+    ) -> None:
+        self._setting = setting
         self._cert_file = cert_file
         self._key_file = key_file
         self._password = password
@@ -52,7 +61,7 @@ class Certificate:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             raise SettingsError(
-                f"server.tls_cert_file: cannot use {self._cert_file} with its key: {why}"
+                f"{self._setting}: cannot use {self._cert_file} with its key: {why}"
             ) from error
 
 
@@ -74,13 +83,45 @@ def server_context(
     context.set_alpn_protocols(["http/1.1"])
     certificate.load(context)
     if client_ca_file is not None:
-        note_file(client_ca_file)
-        try:
-            context.load_verify_locations(client_ca_file)
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise SettingsError(
-                f"server.tls_client_ca_file: cannot use {client_ca_file}: {why}"
-            ) from error
+        _trust(context, client_ca_file, "server.tls_client_ca_file")
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def worker_context(fleet: FleetConfig) -> ssl.SSLContext | None:
+    """A context for connections to workers at https; None where the system's will do.
+
+    Raises:
+        SettingsError: a file cannot be used.
+    """
+    if fleet.worker_ca_file is None and fleet.worker_client_cert_file is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["http/1.1"])
+    if fleet.worker_ca_file is None:
+        context.load_default_certs()
+    renew(context, fleet)
+    return context
+
+
+def renew(context: ssl.SSLContext, fleet: FleetConfig) -> None:
+    """Read the files of a context for workers again; an authority that was trusted stays so.
+
+    Raises:
+        SettingsError: a file cannot be used.
+    """
+    if fleet.worker_client_cert_file is not None:
+        setting = "fleet.worker_client_cert_file"
+        files = fleet.worker_client_cert_file, fleet.worker_client_key_file
+        Certificate(*files, None, setting).load(context)
+    if fleet.worker_ca_file is not None:
+        _trust(context, fleet.worker_ca_file, "fleet.worker_ca_file")
+
+
+def _trust(context: ssl.SSLContext, ca_file: Path, setting: str) -> None:
+    note_file(ca_file)
+    try:
+        context.load_verify_locations(ca_file)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise SettingsError(f"{setting}: cannot use {ca_file}: {why}") from error

@@ -5,6 +5,7 @@ One pool per worker, as a shared pool is scanned in full at every request.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import ItemsView
 from typing import TYPE_CHECKING, Final
 
@@ -66,15 +67,19 @@ class WorkerTransport(AiohttpTransport):
     Args:
         keepalive_s: idle connections are dropped after this.
         link_local: whether names may lead to link-local and metadata addresses.
+        tls: for workers at https; None trusts whom the system trusts.
     """
 
-    def __init__(self, *, keepalive_s: float, link_local: bool = True) -> None:
+    def __init__(
+        self, *, keepalive_s: float, link_local: bool = True, tls: ssl.SSLContext | None = None
+    ) -> None:
         def open_session() -> aiohttp.ClientSession:
             return aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     limit=0,
                     keepalive_timeout=keepalive_s,
                     resolver=None if link_local else GuardedResolver(),
+                    ssl=True if tls is None else tls,
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=AUTO_HEADERS,

@@ -7,6 +7,7 @@ discovery source and in the body of the admin API; `worker_config` makes the pla
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import ClassVar, TypeAlias
 
 from pydantic import ConfigDict
@@ -29,12 +30,20 @@ class FleetConfig:
             its own.
         allow_link_local: let workers be at link-local and metadata addresses, which are refused
             as long as nobody means them.
+        worker_ca_file: PEM; workers at https must show a certificate signed by one of these, and
+            not by one that the system trusts.
+        worker_client_cert_file: PEM certificate that bidgate shows to workers that want one.
+        worker_client_key_file: PEM private key; left out when it stands in
+            worker_client_cert_file.
     """
 
     max_num_seqs: int = 256
     worker_api_key: Secret | None = None
     data_parallel_size: int = 1
     allow_link_local: bool = False
+    worker_ca_file: Path | None = None
+    worker_client_cert_file: Path | None = None
+    worker_client_key_file: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuse a batch of nothing, and no rank at all."""
@@ -43,6 +52,8 @@ class FleetConfig:
         if not 1 <= self.data_parallel_size <= RANKS_MAX:
             given = self.data_parallel_size
             raise ValueError(f"data_parallel_size must be in 1..{RANKS_MAX}, got {given}")
+        if self.worker_client_key_file and not self.worker_client_cert_file:
+            raise ValueError("worker_client_key_file needs a worker_client_cert_file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
