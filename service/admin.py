@@ -14,6 +14,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 import orjson
+import structlog
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
@@ -76,6 +77,8 @@ def admin_routes(staff: Staff) -> APIRouter:
         except BidgateError as error:
             return _refusal(error)
         ids = [rank.worker_id for rank in ranks]
+        if any(changed):
+            structlog.get_logger("bidgate.admin").info("workers_added", workers=ids)
         return JSONResponse({"workers": _listed(staff, ids)}, 201 if any(changed) else 200)
 
     @router.post("/{worker_id:path}/drain")

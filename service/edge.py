@@ -42,6 +42,7 @@ from service.intake import Rules
 from service.interrupt import Interrupt, OpenRequests
 from service.light import LightConfig, LightPath
 from service.light_route import LightRoute
+from service.operator_lines import OperatorLines
 from service.owners import Owners
 from service.queued_route import QueuedRoute, ReadingConfig
 from service.request_record import RequestRecord
@@ -217,6 +218,7 @@ class Edge:
         tracer: Tracer,
     ) -> None:
         self._app = app
+        self._operator = OperatorLines(app, log, lambda: config().log_requests)
         self._ways = ways
         self._telemetry = telemetry
         self._door = door
@@ -246,12 +248,15 @@ class Edge:
             if misfit is not None:
                 raise misfit
         except ClientError as error:
-            if not here:
+            if here:
+                self._operator.refused(scope, request_id, error)
+            else:
                 self._note_refusal(scope, route, request_id, error)
             await reply.fail(error)
             return
         if here:
-            await self._app(scope, receive, with_request_id(send, request_id))
+            sending = with_request_id(send, request_id)
+            await self._operator.answer(scope, receive, sending, request_id)
             return
         trace = self._tracer.begin(scope["method"], route, scope["headers"])
         with visit, self._inside.bytes.claim() as claim:

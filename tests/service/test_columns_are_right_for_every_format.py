@@ -323,6 +323,21 @@ def test_bounds_in_headers_are_milliseconds() -> None:
     assert (facts.e2e_bound_s, facts.max_wait_s) == (9.0, 0.05)
 
 
+@pytest.mark.parametrize("name", ["x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"])
+def test_a_bound_on_the_time_per_token_is_the_engines_business_and_reaches_it(name: str) -> None:
+    async def scenario() -> None:
+        async def plain(_: httpx.Request) -> httpx.Response:
+            return answer()
+
+        worker = HandlerTransport(plain)
+        async with Stage({"a": worker}).open() as stage:
+            exchange = await stage.post({"model": "m", "prompt": "x"}, headers={name: "not-read"})
+            assert exchange.status == 200
+            assert worker.requests[0].headers[name] == "not-read"
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize(
     "header",
     [

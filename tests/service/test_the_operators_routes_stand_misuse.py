@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 from typing import Any
 
+import orjson
 import pytest
 from structlog.testing import capture_logs
 
 from service import admin
 from service.auth_settings import AuthConfig
+from service.edge import EdgeConfig
 from service.secrets import Secret
 from service.settings import ServerConfig
 from tests.service.live import Live, mock, serving_mocks
@@ -116,3 +118,41 @@ async def test_a_body_that_does_not_come_is_a_408_and_one_whose_sender_left_is_n
                     await asyncio.sleep(0.1)
             assert not [line for line in logs if line["log_level"] == "error"]
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def lines_of(logs: list[Any], event: str) -> list[tuple[Any, ...]]:
+    return [
+        (line["method"], line["path"], line["status"], line.get("reason", ""))
+        for line in logs
+        if line["event"] == event
+    ]
+
+
+@pytest.mark.parametrize("all_lines", [True, False])
+async def test_who_asked_for_what_and_what_came_of_it_is_one_line_each(all_lines: bool) -> None:
+    groups = GROUPS | {"edge": EdgeConfig(log_requests=all_lines)}
+    with capture_logs() as logs:
+        async with serving_mocks([mock()], **groups) as live:
+            logs.clear()
+            added = {"url": "http://127.0.0.1:9", "id": "late"}
+            await ask(live, "POST", WORKERS, orjson.dumps(added))
+            await ask(live, "GET", WORKERS)
+            await ask(live, "POST", f"{WORKERS}/late/drain")
+            await ask(live, "DELETE", f"{WORKERS}/nobody")
+            await ask(live, "POST", WORKERS, b"{")
+            await live.client.delete(f"{live.url}{WORKERS}/late")
+            await ask(live, "DELETE", f"{WORKERS}/late")
+            await ask(live, "GET", "/health")
+    looks = [("GET", WORKERS, 200, "")] if all_lines else []
+    assert lines_of(logs, "operator") == [
+        ("POST", WORKERS, 201, ""),
+        *looks,
+        ("POST", f"{WORKERS}/late/drain", 200, ""),
+        ("DELETE", f"{WORKERS}/nobody", 404, "no_such_worker"),
+        ("POST", WORKERS, 400, "invalid_request_error"),
+        ("DELETE", f"{WORKERS}/late", 401, "invalid_api_key"),
+        ("DELETE", f"{WORKERS}/late", 202, ""),
+    ]
+    told = [line for line in logs if line["event"] == "operator"]
+    assert all(line["client"].startswith("127.0.0.1:") and line["request_id"] for line in told)
+    assert [line["workers"] for line in logs if line["event"] == "workers_added"] == [["late"]]
