@@ -65,6 +65,26 @@ def test_another_time_holds_for_a_worker_that_is_starting_too(
     assert 1 + started_on_w1(router, 1.5) == open_at_once
 
 
+@pytest.mark.parametrize("policy", CENTRAL)
+def test_a_worker_that_is_new_to_the_fleet_starts_slowly_too(policy: str) -> None:
+    """As the fleet makes it known: down until it has been measured, then up."""
+    config = replace(POLICIES[policy], slow_start_s=4.0, queue_max=100, max_wait_s=100.0)
+    router = router_with(config, spec(batch_limit=SLOTS))
+    for number in range(3 * SLOTS):
+        router.handle(ask(f"r{number}", 1.0, prompt=1), 1.0)
+    assert {worker for _, worker in starts(router.tick(1.0))} == {"w0"}
+    router.handle(WorkerJoined(spec("w1", batch_limit=SLOTS), DOWN), 1.0)
+    assert started_on_w1(router, 1.0) == 0
+    router.handle(WorkerChanged("w1", UP), 2.0)
+    total = started_on_w1(router, 2.0)
+    assert total == 1
+    for now_s, most in ((3.0, 2), (4.0, 4), (5.0, 6)):
+        total += started_on_w1(router, now_s)
+        assert total <= most
+    total += started_on_w1(router, 6.1) + started_on_w1(router, 6.2)
+    assert total == SLOTS
+
+
 def test_a_tick_comes_by_itself_while_slots_open() -> None:
     router = router_with(SLOW, spec(batch_limit=SLOTS), spec("w1", batch_limit=SLOTS))
     busy_beside_a_newcomer(router, 1.0)

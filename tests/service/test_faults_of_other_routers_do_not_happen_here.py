@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from service.edge import EdgeConfig
 from service.forward_config import ForwardConfig
@@ -312,22 +313,31 @@ async def test_large_bodies_pass_or_get_a_413_and_hold_up_nobody(chunked: bool) 
 
     async with in_front_of(RawWorker(count), edge=EdgeConfig(body_bytes_max=9_000_000)) as live:
 
-        async def send(size: int) -> httpx.Response:
+        async def send(size: int, go_on: asyncio.Event | None = None) -> httpx.Response:
             body = b'{"model":"m","input":"' + b"x" * size + b'"}'
 
             async def parts() -> AsyncIterator[bytes]:
                 for start in range(0, len(body), 1 << 16):
                     yield body[start : start + (1 << 16)]
+                    if go_on is not None:
+                        await go_on.wait()
 
+            length = {} if chunked else {"content-length": str(len(body))}
             return await live.client.post(
                 f"{live.url}/v1/embeddings",
-                content=parts() if chunked else body,
-                headers={"content-type": "application/json"},
+                content=parts(),
+                headers={"content-type": "application/json"} | length,
             )
 
-        big = asyncio.create_task(send(8_000_000))
-        while not big.done():
-            assert (await live.client.get(f"{live.url}/health")).status_code == 200
+        # The rest of the large body is sent only when small requests have been answered.
+        go_on = asyncio.Event()
+        big = asyncio.create_task(send(8_000_000, go_on))
+        await until(lambda: live.service.inside.bytes.held > 0, within_s=20.0)
+        small = await send(10)
+        assert (small.status_code, small.text) == (200, "34")
+        assert (await live.client.get(f"{live.url}/health")).status_code == 200
+        assert not big.done()
+        go_on.set()
         assert (await big).text == str(8_000_000 + 24)
         # A server that answers early may close before a client has sent everything.
         with contextlib.suppress(httpx.WriteError, httpx.ReadError):
@@ -426,12 +436,14 @@ async def test_streams_with_named_events_pass_whole_and_are_counted(
     async def stream(request: Got) -> None:
         request.writer.write(events_head() + chunk(events) + chunk(b""))
 
-    async with in_front_of(RawWorker(stream)) as live:
-        body = {"model": "m", "messages": [], "input": "x", "max_tokens": 9, "stream": True}
-        response = await live.client.post(f"{live.url}{path}", json=body)
-        assert response.content == events
-        assert ends(live.service.queue.stats()) == {"completed": 1}
-        assert tokens > 0
+    with capture_logs() as lines:
+        async with in_front_of(RawWorker(stream)) as live:
+            body = {"model": "m", "messages": [], "input": "x", "max_tokens": 9, "stream": True}
+            response = await live.client.post(f"{live.url}{path}", json=body)
+            assert response.content == events
+            assert ends(live.service.queue.stats()) == {"completed": 1}
+    told = [line["decode_tokens"] for line in lines if line["event"] == "request"]
+    assert told == [tokens]
 
 
 async def test_small_questions_do_not_meet_a_dead_worker() -> None:

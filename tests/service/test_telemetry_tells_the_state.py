@@ -6,11 +6,12 @@ import asyncio
 import json
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
 from structlog.testing import capture_logs
 
-from service.control.config import ControlConfig, PolicyName
+from service.control.config import AffinityConfig, ControlConfig, PolicyName
 from service.control.events import WorkerChanged, WorkerGone, WorkerState
 from service.control.stats import WorkerStats
 from service.control.view import Pair, View
@@ -96,6 +97,49 @@ def test_prices_of_scarce_slots_are_on_the_page_per_worker_and_resource() -> Non
         assert value(series, "price_refreshes_total") > 0
 
     run_virtual(scenario())
+
+
+def test_the_hit_rate_is_on_the_page_with_the_reward_for_caches_and_without() -> None:
+    """A conversation goes on where its beginning is cached, though the other worker is emptier."""
+
+    async def quick(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(100.0 if b"filler" in request.content else 0.5)
+        return answer()
+
+    async def rates(weight: float) -> tuple[Series, list[str | None]]:
+        control = ControlConfig(
+            policy=PolicyName.ONLINE_LP, affinity=AffinityConfig(weight=weight), slow_start_s=0.0
+        )
+        workers = {name: HandlerTransport(quick) for name in "ab"}
+        async with Stage(dict(workers), control=control).open() as stage:
+            at, fillers = [], []
+            for turn in range(1, 5):
+                talk = completion(
+                    prompt="".join(f"What was said as {n}. " for n in range(90 * turn))
+                )
+                at.append((await stage.post(talk)).header("x-bidgate-worker"))
+                filler = completion(prompt=f"filler {turn}", max_tokens=500)
+                fillers.append(asyncio.create_task(stage.post(filler)))
+                await asyncio.sleep(0.5)
+            series = await scrape(stage)
+            await asyncio.gather(*fillers)
+            return series, at
+
+    page, where = run_virtual(rates(1.0))
+    assert len(set(where)) == 1
+    prompts = value(page, "affinity_prompt_tokens_total")
+    hits = {
+        name: value(page, "affinity_hit_tokens_total", affinity=name)
+        for name in ("with", "without")
+    }
+    for name, tokens in hits.items():
+        assert value(page, "affinity_hit_rate", affinity=name) == tokens / prompts
+    # Of turns of 1, 2, 3 and 4 parts the last three find all that was said before.
+    assert hits["with"] / prompts == pytest.approx(6 / 10, abs=0.05)
+    assert 0 < hits["without"] < hits["with"]
+    page, where = run_virtual(rates(0.0))
+    assert len(set(where)) == 2
+    assert value(page, "affinity_prompt_tokens_total") == 0
 
 
 def test_a_worker_that_left_leaves_no_series() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 
 import httpx
 import openai
@@ -226,15 +227,28 @@ async def test_embedded_mock_workers_serve() -> None:
 
 
 async def test_a_large_body_does_not_hold_up_the_small_ones() -> None:
+    """The end of the large body is sent when the small requests that came after have ended."""
+    small = {"model": "mock", "prompt": "x", "max_tokens": 2, "ignore_eos": True}
+    text = orjson.dumps({"model": "mock", "prompt": "x" * 8_000_000, "max_tokens": 1})
+    ended = asyncio.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield text[:-1]
+        await ended.wait()
+        yield text[-1:]
+
     async with serving_mocks([mock()]) as live:
-        prompt = "x" * 8_000_000
-        body = {"model": "mock", "prompt": prompt, "max_tokens": 1}
-        big = asyncio.create_task(live.client.post(f"{live.url}/v1/completions", json=body))
-        while not big.done():
-            health = await live.client.get(f"{live.url}/health")
-            assert health.status_code == 200
+        url, headers = f"{live.url}/v1/completions", {"content-type": "application/json"}
+        big = asyncio.create_task(live.client.post(url, content=parts(), headers=headers))
+        await until(lambda: live.service.inside.bytes.held == len(text) - 1, within_s=20.0)
+        for _ in range(3):
+            assert (await live.client.post(url, json=small)).status_code == 200
+        assert (await live.client.get(f"{live.url}/health")).status_code == 200
+        assert not big.done()
+        ended.set()
         # 2,000,000 tokens fit no worker: refused here, the engine never sees it.
         assert (await big).status_code == 400
+        assert ends(live.service.queue.stats()) == {"completed": 3, "too_large": 1}
 
 
 async def test_a_raw_client_is_answered_and_keeps_its_connection() -> None:
