@@ -39,6 +39,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._id_headers = id_headers
+        self._anthropic = scope["path"].startswith("/v1/messages")
         self._request_id = self._headers.get("x-request-id") or uuid.uuid4().hex
 
     @property
@@ -55,6 +56,15 @@ class Exchange:
             ClientLeftError: the connection was closed first.
         """
         self._check_headers()
+        return await self.any_body()
+
+    async def any_body(self) -> bytes:
+        """Read the body, whatever it is.
+
+        Raises:
+            ApiError: it is too large.
+            ClientLeftError: the connection was closed first.
+        """
         body = bytearray()
         while True:
             message = await self._receive()
@@ -101,7 +111,11 @@ class Exchange:
 
     async def refuse(self, error: ApiError) -> None:
         """Send an error object."""
-        await self.answer(error.status, orjson.dumps(error.body()))
+        body = error.body()
+        # Anthropic's clients look for a type beside it.
+        await self.answer(
+            error.status, orjson.dumps({"type": "error", **body} if self._anthropic else body)
+        )
 
     def rank(self, size: int) -> int | None:
         """The engine that the request is pinned to, or None; what is no number is ignored.

@@ -18,9 +18,11 @@ from service.mock.light_bodies import (
     RerankBody,
     ScoreBody,
     TokenizeBody,
+    chat_ids,
     text_of,
     token_ids,
 )
+from service.mock.named_bodies import MessagesBody
 from service.mock.replies import usage
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class LightAnswers:
             "/v2/rerank": self._rerank,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
+            "/v1/messages/count_tokens": self._count_tokens,
         }
 
     def _embeddings(self, raw: bytes, name: str) -> dict[str, object]:
@@ -141,6 +144,15 @@ class LightAnswers:
 
     def _detokenize(self, raw: bytes, _: str) -> dict[str, object]:
         return {"prompt": text_of(self._read(DetokenizeBody, raw).tokens)}
+
+    def _count_tokens(self, raw: bytes, _: str) -> dict[str, object]:
+        body = parse_body(MessagesBody, raw)
+        self.check_model(body.model)
+        count = len(chat_ids(body.turns()))
+        return {
+            "input_tokens": count,
+            "context_management": {"original_input_tokens": count},
+        }
 
     def _inputs(self, raw: bytes) -> tuple[InputBody, list[list[int]]]:
         body = self._read(InputBody, raw)

@@ -14,9 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import orjson
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from service.mock.bodies import ApiError
 from service.mock.exchange import EVENTS, ClientLeftError, Exchange
@@ -25,6 +26,8 @@ from service.mock.replies import DONE, WORDS, event
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping
+
+    from starlette.types import Message
 
     from service.mock.engine import MockEngine
     from service.mock.worker_config import MockWorkerConfig
@@ -109,7 +112,7 @@ class LightRoutes:
         await exchange.answer(200, orjson.dumps(reply))
 
     async def _transcribe(self, request: Request, exchange: Exchange) -> None:
-        transcript = await self._heard(request)
+        transcript = await self._heard(request, await exchange.any_body())
         name = exchange.name(None)
         await self._turn(exchange)
         if not transcript.stream:
@@ -137,16 +140,21 @@ class LightRoutes:
             going.cancel()
             leaving.cancel()
 
-    async def _heard(self, request: Request) -> Transcript:
+    async def _heard(self, request: Request, body: bytes) -> Transcript:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        _, options = parse_options_header(request.headers.get("content-type", ""))
+        if b"\r\n--" + options.get(b"boundary", b"") + b"--" not in body:
+            # The parser would take it for whole and leave open the file that it was in.
+            raise ApiError(400, "There was an error parsing the body", kind="Bad Request")
         try:
-            async with request.form() as form:
+            async with Request(request.scope, receive).form() as form:
                 fields = {key: value for key, value in form.items() if isinstance(value, str)}
                 sound = form.get("file")
                 data = await sound.read() if isinstance(sound, UploadFile) else None
         except HTTPException as error:
             raise ApiError(400, str(error.detail), kind="Bad Request") from error
-        except ClientDisconnect as error:
-            raise ClientLeftError from error
         if data is None:
             raise ApiError(400, "file: Field required", kind="Bad Request")
         if len(data) > AUDIO_BYTES_MAX:

@@ -18,10 +18,12 @@ from service.mock.bodies import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    Message,
     StreamOptions,
     parse_body,
 )
 from service.mock.engine import Decode
+from service.mock.named_bodies import MessagesBody
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,6 +57,7 @@ class Asked:
         prompt_key: tells the first prompt from others.
         tells_cached: whether its usage says what was found in the prefix cache.
         kv_transfer: kv_transfer_params, or None where the worker has no connector.
+        turns: the conversation, of a response that is to be stored.
     """
 
     chat: bool
@@ -69,6 +72,7 @@ class Asked:
     prompt_key: int
     kv_transfer: dict[str, object] | None
     tells_cached: bool = False
+    turns: tuple[Message, ...] = ()
 
 
 class Reader:
@@ -106,7 +110,25 @@ class Reader:
         Raises:
             ApiError: vLLM would refuse it.
         """
-        body = parse_body(ChatBody, raw)
+        return self.of_chat(parse_body(ChatBody, raw))
+
+    def messages(self, raw: bytes) -> Asked:
+        """Read a body of /v1/messages.
+
+        Raises:
+            ApiError: vLLM would refuse it.
+        """
+        body = parse_body(MessagesBody, raw)
+        if body.max_tokens is None or not body.messages:
+            raise ApiError(400, "max_tokens and messages: Field required", kind="Bad Request")
+        return self.of_chat(body.as_chat())
+
+    def of_chat(self, body: ChatBody) -> Asked:
+        """Settle a chat, or what is generated as one.
+
+        Raises:
+            ApiError: vLLM would refuse it.
+        """
         key = zlib.crc32(repr(body.messages).encode())
         length = sum(MESSAGE_TOKENS + _content_tokens(m.content) for m in body.messages)
         text = b"".join(f"{m.role} {m.content}".encode() for m in body.messages)

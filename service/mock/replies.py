@@ -99,6 +99,10 @@ class Reply:
             }
         )
 
+    def failure(self, error: ApiError) -> bytes:
+        """Return the end of a stream that failed: as in vLLM, [DONE] follows the error."""
+        return event(error.body()) + DONE
+
     def _usage(self) -> dict[str, object]:
         produced = sum(decode.produced for decode in self._asked.decodes)
         cached = sum(decode.cached_tokens for decode in self._asked.decodes)
@@ -168,8 +172,3 @@ class Reply:
         message: dict[str, object]
         message = {"role": "assistant", "content": words, "refusal": None, "tool_calls": []}
         return {"index": index, "message": message, **end}
-
-
-def error_events(error: ApiError) -> bytes:
-    """Return the end of a stream that failed: as in vLLM, [DONE] follows the error."""
-    return event(error.body()) + DONE

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import orjson
@@ -26,25 +27,39 @@ from service.mock.engine_series import ServerSeries
 from service.mock.exchange import EVENTS, ClientLeftError, Exchange
 from service.mock.kv_transfer import (
     FETCH_PATH,
-    Params,
     UnusableParamsError,
     with_prompt_from_elsewhere,
 )
 from service.mock.light_routes import LightRoutes
-from service.mock.protocol import Reader
-from service.mock.replies import Reply, error_events
+from service.mock.named_replies import AnyReply, MessageReply
+from service.mock.protocol import Asked, Reader
+from service.mock.replies import Reply
+from service.mock.sending import (
+    abort_when_client_leaves,
+    engine_died,
+    send_whole,
+    stream,
+)
+from service.mock.stored_responses import Responses
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from service.mock.engine import Generation
-    from service.mock.protocol import Asked
     from service.mock.worker_config import MockWorkerConfig
 
 VLLM_VERSION: Final = "0.32.0"
 """The version whose behaviour this copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A checked request, the name of its answer, and what writes that."""
+
+    asked: Asked
+    reply_id: str
+    reply: AnyReply
 
 
 class MockServer:
@@ -66,10 +81,15 @@ class MockServer:
         self._registry.register(ServerSeries([engine.series for engine in self.engines]))
         reader = Reader(config)
         light = LightRoutes(config, self.engine)
+        self._responses = Responses(reader)
         self.app: ASGIApp = Starlette(
             routes=[
-                self._posted("/v1/completions", reader.completion, "cmpl"),
-                self._posted("/v1/chat/completions", reader.chat, "chatcmpl"),
+                self._posted("/v1/completions", reader.completion, "cmpl", Reply),
+                self._posted("/v1/chat/completions", reader.chat, "chatcmpl", Reply),
+                self._posted("/v1/messages", reader.messages, "chatcmpl", MessageReply),
+                self._posted("/v1/responses", self._responses.read, "resp", self._responses.reply),
+                # As in vLLM, a stored response cannot be deleted: 405.
+                Route("/v1/responses/{response_id}", self._stored, methods=["GET"]),
                 *(self._served(path, handle) for path, handle in light.handlers()),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
@@ -100,7 +120,13 @@ class MockServer:
         """Requests of all routes that use the model inside now."""
         return self._load
 
-    def _posted(self, path: str, read: Callable[[bytes], Asked], prefix: str) -> Route:
+    def _posted(
+        self,
+        path: str,
+        read: Callable[[bytes], Asked],
+        prefix: str,
+        make: Callable[[Asked, str, int], AnyReply],
+    ) -> Route:
         """Route POSTs to the engine."""
 
         async def generate(_: Request, exchange: Exchange) -> None:
@@ -113,7 +139,8 @@ class MockServer:
                 # vLLM's engine dies of an assertion here.
                 engine.stop()
                 raise EngineDeadError from error
-            await self._answer(engine, asked, reply_id, exchange)
+            reply = make(asked, reply_id, int(time.time()))
+            await self._answer(engine, _Work(asked, reply_id, reply), exchange)
 
         return self._served(path, generate)
 
@@ -126,7 +153,7 @@ class MockServer:
             try:
                 await handle(Request(scope, receive), exchange)
             except EngineDeadError:
-                await exchange.refuse(_engine_died())
+                await exchange.refuse(engine_died())
             except ApiError as error:
                 await exchange.refuse(error)
             except ClientLeftError:
@@ -142,12 +169,10 @@ class MockServer:
             return self.engines[rank]
         return min(self.engines, key=lambda engine: engine.load)
 
-    async def _answer(
-        self, engine: MockEngine, asked: Asked, reply_id: str, exchange: Exchange
-    ) -> None:
+    async def _answer(self, engine: MockEngine, work: _Work, exchange: Exchange) -> None:
         """Generate, and send what comes when it comes."""
-        reply = Reply(asked, reply_id, int(time.time()))
-        params = engine.kv_store.ask_to_keep(asked, reply_id, exchange.server)
+        asked, reply = work.asked, work.reply
+        params = engine.kv_store.ask_to_keep(asked, work.reply_id, exchange.server)
         try:
             generation = engine.submit(asked.decodes)
         except QueueFullError as error:
@@ -156,15 +181,15 @@ class MockServer:
                 raise full from error
             # A stream is refused inside a 200.
             await exchange.start(200, EVENTS)
-            await exchange.end(error_events(full))
+            await exchange.end(reply.failure(full))
             return
         async with asyncio.TaskGroup() as group:
-            leaving = group.create_task(_abort_when_client_leaves(engine, generation, exchange))
+            leaving = group.create_task(abort_when_client_leaves(engine, generation, exchange))
             try:
                 if asked.stream:
-                    await _stream(generation, reply, exchange)
+                    await stream(generation, reply, exchange)
                 else:
-                    await _send_whole(generation, reply, exchange, params)
+                    await send_whole(generation, reply, exchange, params)
             finally:
                 leaving.cancel()
                 engine.abort(generation)
@@ -193,6 +218,13 @@ class MockServer:
         }
         return _json({"object": "list", "data": [card]})
 
+    async def _stored(self, request: Request) -> Response:
+        try:
+            stored = self._responses.find(request.path_params["response_id"])
+        except ApiError as error:
+            return _json(error.body(), error.status)
+        return Response(stored.body, media_type="application/json")
+
     async def _health(self, _: Request) -> Response:
         alive = all(engine.alive for engine in self.engines)
         return Response(status_code=200 if alive else 503)
@@ -214,13 +246,6 @@ class MockServer:
         return Response(page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
-async def _abort_when_client_leaves(
-    engine: MockEngine, generation: Generation, exchange: Exchange
-) -> None:
-    await exchange.client_leaves()
-    engine.abort(generation)
-
-
 class _Asgi:
     """Marks an ASGI application: Starlette would take a bare function for its own kind."""
 
@@ -229,40 +254,6 @@ class _Asgi:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
-
-
-async def _stream(generation: Generation, reply: Reply, exchange: Exchange) -> None:
-    """Send events as tokens come: one write for all that came since the last."""
-    await exchange.start(200, EVENTS)
-    while True:
-        await generation.news.wait()
-        generation.news.clear()
-        events = reply.news()
-        if generation.ended:
-            break
-        await exchange.write(events)
-    if generation.failed:
-        await exchange.end(events + error_events(_engine_died()))
-    elif generation.complete:
-        await exchange.end(events + reply.closing())
-
-
-async def _send_whole(
-    generation: Generation, reply: Reply, exchange: Exchange, params: Params | None
-) -> None:
-    """Wait for the end, then send everything."""
-    while not generation.ended:
-        await generation.news.wait()
-        generation.news.clear()
-    if generation.failed:
-        await exchange.refuse(_engine_died())
-    elif generation.complete:
-        await exchange.answer(200, reply.whole(params))
-
-
-def _engine_died() -> ApiError:
-    message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-    return ApiError(500, message, kind="InternalServerError")
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from service.app import build
 from service.control.events import WorkerState
 from service.settings import MockConfig, Settings
+from service.surface import LIGHT, QUEUED
 from tests.clock import run_virtual
 from tests.fuzz.conftest import examples, forget_applications
 from tests.service.scripted_server import ScriptedServer, page
@@ -26,7 +27,19 @@ FUZZ = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-KNOWN_PATHS = ("/v1/completions", "/v1/chat/completions")
+NEWER = "/v1/something/newer"
+"""A route that nobody here knows."""
+KNOWN_PATHS = (*sorted(QUEUED), *sorted(LIGHT), NEWER)
+TARGETS = (
+    *(("POST", path) for path in KNOWN_PATHS),
+    *(("DELETE", path) for path in ("/v1/responses/resp_1", NEWER)),
+    *(("GET", path) for path in ("/v1/responses/resp_1", "/tokenizer_info", NEWER)),
+    *(("POST", "/v1/responses/resp_1/cancel"), ("PUT", NEWER)),
+)
+FORM = (
+    b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n\x00\xff\r\n'
+    b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
+)
 
 leaves = (
     st.none()
@@ -48,10 +61,24 @@ fields = st.sampled_from(
         *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "best_of"),
         *("stream", "stream_options", "priority", "ignore_eos", "min_tokens", "tools", "nvext"),
         *("vllm_xargs", "kv_transfer_params", "echo", "suffix", "logprobs", "user"),
+        *("input", "instructions", "max_output_tokens", "previous_response_id", "request_id"),
+        *("system", "sampling_params", "token_ids", "query", "documents", "tokens", "truncation"),
+        *("truncate_prompt_tokens", "metadata", "background", "store", "conversation"),
     )
 )
-almost_right = st.dictionaries(fields, values, max_size=8).map(
-    lambda extra: {"model": "m", "prompt": "x"} | extra
+MESSAGES = [{"role": "user", "content": "x"}]
+RIGHT: tuple[dict[str, object], ...] = (
+    {"model": "m", "prompt": "x"},
+    {"model": "m", "messages": MESSAGES, "max_tokens": 3},
+    {"model": "m", "messages": [MESSAGES, MESSAGES]},
+    {"model": "m", "input": MESSAGES, "max_output_tokens": 3},
+    {"model": "m", "token_ids": [1, 2], "sampling_params": {"max_tokens": 3}},
+    {"model": "m", "query": "x", "documents": ["x", "y"]},
+)
+almost_right = st.builds(
+    lambda right, extra: {**right, **extra},
+    st.sampled_from(RIGHT),
+    st.dictionaries(fields, values, max_size=8),
 )
 NUMBERS = (
     *("0", "-0", "-1", "1", "1.5", "1e3", "1e-320", "5e-324", "1e308", "1.8e308", "-1e400"),
@@ -60,7 +87,7 @@ NUMBERS = (
 )
 header_text = st.text(
     st.characters(min_codepoint=32, max_codepoint=255), max_size=40
-) | st.sampled_from(NUMBERS)
+) | st.sampled_from((*NUMBERS, "application/json", "multipart/form-data; boundary=b"))
 header_names = st.sampled_from(
     (
         *("x-request-id", "x-bidgate-tenant", "x-bidgate-value", "x-bidgate-ttft-ms"),
@@ -88,6 +115,8 @@ bodies = (
     st.binary(max_size=200)
     | values.map(lambda value: json.dumps(value).encode())
     | numeric
+    | st.just(FORM)
+    | st.integers(0, len(FORM)).map(lambda end: FORM[:end])
     | almost_right.map(lambda value: json.dumps(value).encode("utf-8", "surrogatepass"))
 )
 
@@ -97,21 +126,22 @@ async def fine(_: httpx.Request) -> httpx.Response:
 
 
 @FUZZ
-@given(cases=st.lists(st.tuples(st.sampled_from(KNOWN_PATHS), bodies, headers), min_size=BATCH))
+@given(cases=st.lists(st.tuples(st.sampled_from(TARGETS), bodies, headers), min_size=BATCH))
 def test_every_body_gets_an_answer_of_the_right_shape(
-    cases: list[tuple[str, bytes, list[tuple[str, str]]]], tally: Counter[str]
+    cases: list[tuple[tuple[str, str], bytes, list[tuple[str, str]]]], tally: Counter[str]
 ) -> None:
     async def scenario() -> None:
         async with Stage({"a": HandlerTransport(fine)}).open() as stage:
-            for path, body, extra in cases:
-                exchange = await stage.post(body, path=path, headers=extra)
+            for (method, path), body, extra in cases:
+                exchange = await stage.send(method, path, body, headers=extra)
                 tally[str(exchange.status)] += 1
                 late = {504} if "x-bidgate-deadline-ms" in dict(extra) else set()
                 allowed = {200, 400, 404, 413, 415, 429} | late
-                assert exchange.status in allowed, (extra, exchange.body)
+                assert exchange.status in allowed, (path, extra, exchange.body)
                 assert exchange.complete
                 if exchange.status != 200:
                     assert set(exchange.error) == {"message", "type", "param", "code"}
+            assert stage.queue.held == 0
 
     run_virtual(scenario())
     forget_applications()
