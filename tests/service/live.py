@@ -8,17 +8,19 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 import structlog
 
-from service.app import Service, assemble
+from service.app import Rereading, Service, assemble
 from service.fleet_types import WatchConfig
 from service.listener import listen
 from service.mock.profiles import UNIT
 from service.mock.serving import running_mock_workers
 from service.mock.worker import MockServer
 from service.mock.worker_config import MockWorkerConfig
+from service.reload import Loaded
 from service.server import DrainingServer
 from service.settings import ServerConfig, Settings
 from service.worker_settings import WorkerSettings
@@ -93,13 +95,23 @@ def mock(**fields: object) -> MockServer:
 
 @asynccontextmanager
 async def serving(
-    urls: Sequence[str], *, wait: bool = True, **groups: object
+    urls: Sequence[str],
+    *,
+    wait: bool = True,
+    reread: Callable[[Settings], Loaded] | None = None,
+    **groups: object,
 ) -> AsyncIterator[Live]:
-    """Serve in front of workers at these URLs; leaves with nothing held."""
+    """Serve in front of workers at these URLs; leaves with nothing held.
+
+    With `reread` the settings are followed: it reads again what they name.
+    """
     often = {"metrics_interval_s": 0.05, "histograms_interval_s": 0.05}
     quick = WatchConfig(**often, reprobe_min_s=0.05, reprobe_max_s=0.2)
     settings = Settings(**{"workers": tuple(urls), "watch": quick} | groups)  # type: ignore[arg-type]
-    service = assemble(settings)
+    rereading = None
+    if reread is not None:
+        rereading = Rereading(loaded=reread(settings), load=partial(reread, settings), tls=None)
+    service = assemble(settings, rereading)
     config = settings.server if "server" in groups else ServerConfig(port=0, drain_s=5.0)
     with listen("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -10,12 +10,14 @@ import httpx
 import pytest
 import trustme
 
+from service.reload import Loaded
+from service.secrets import noting_files
 from service.settings import Settings
 from service.settings_text import SettingsError
 from service.tls import renew, worker_context
 from service.worker_link import BROKEN, WorkerTransport
 from service.worker_settings import FleetConfig
-from tests.service.live import serving
+from tests.service.live import serving, until
 from tests.service.raw_worker import Got, RawWorker, whole
 from tests.service.stage import completion
 
@@ -154,6 +156,39 @@ async def test_a_renewed_certificate_is_shown_to_workers(
             renew(tls, fleet)
         assert await ask(tls, url) == 200
     assert noting.names == ["old.internal", "new.internal", "new.internal"]
+
+
+def reread(settings: Settings) -> Loaded:
+    """Check what the settings name, as the command does when a file changes."""
+    with noting_files() as files:
+        settings.check()
+    return Loaded(settings=settings, files=frozenset(files))
+
+
+async def test_a_running_service_notices_a_renewed_certificate(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.reload.LOOK_S", 0.5)
+    issue(authority, tmp_path, "old.internal")
+    noting = Noting()
+    worker = RawWorker(noting)
+    fleet = with_certificate(tmp_path)
+    async with (
+        worker.listening(of_a_worker(authority, asks=True)) as url,
+        serving([url], fleet=fleet, reread=reread) as live,
+    ):
+
+        async def shown() -> str:
+            answer = await live.client.post(f"{live.url}/v1/completions", json=completion())
+            assert answer.status_code == 200
+            return noting.names[-1]
+
+        async def is_new() -> bool:
+            return await shown() == "new.internal"
+
+        assert await shown() == "old.internal"
+        issue(authority, tmp_path, "new.internal")
+        await until(is_new, within_s=30.0)
 
 
 @pytest.mark.parametrize(
