@@ -23,6 +23,8 @@ from tests.clock import run_virtual
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+EVERY_PAGE_WHOLE = WatchConfig(histograms_interval_s=0.05)
+
 MOCK = MockWorkerConfig(profile=UNIT, batch_limit=4, kv_capacity_tokens=3200, model="tiny")
 
 
@@ -50,7 +52,7 @@ async def watched(host: Host) -> AsyncIterator[list[Event]]:
     events: list[Event] = []
     client = httpx.AsyncClient(transport=httpx.ASGITransport(host))
     worker = WorkerConfig(worker_id="w", url="http://mock", batch_limit=4)
-    task = asyncio.create_task(Fleet([worker], WatchConfig(), client, events.append).run())
+    task = asyncio.create_task(Fleet([worker], EVERY_PAGE_WHOLE, client, events.append).run())
     yield events
     task.cancel()
     await asyncio.wait([task])
