@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 import httpx
 
-from loadgen.chaos_client import End, proxied, send
+from loadgen.chaos_client import End, send
 from loadgen.chaos_plan import plan_faults, plan_requests
+from loadgen.chaos_requests import proxied
 from loadgen.chaos_verdict import Books, memory_growth_mib, read_page, troubles
 from loadgen.cluster import ROUTER_READY_PATH, bidgate_command, until_ready
 from loadgen.processes import LOOPBACK, ClusterError, free_ports, start, stopping

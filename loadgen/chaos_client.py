@@ -15,12 +15,10 @@ from typing import Final
 import httptools
 import orjson
 
-from loadgen.chaos_plan import UNSERVED, Kind, PlannedRequest
+from loadgen.chaos_plan import LIGHT, UNSERVED, Kind, PlannedRequest
+from loadgen.chaos_requests import request_bytes
 
 READ_BYTES: Final = 4096
-IMPATIENT_MS: Final = 300
-TOO_LARGE_TOKENS: Final = 600_000
-MODEL: Final = "mock"
 GENERATED: Final = frozenset({200, 429, 500, 502, 503, 504})
 """What a request that a worker could serve may be answered."""
 EXPECTED: Final[dict[Kind, frozenset[int]]] = {
@@ -31,17 +29,17 @@ EXPECTED: Final[dict[Kind, frozenset[int]]] = {
     Kind.MODELS: frozenset({200}),
     Kind.METRICS: frozenset({200}),
     Kind.NO_SUCH_ROUTE: frozenset({404}),
+    Kind.SHOWN: GENERATED | {404},
+    Kind.DELETED: GENERATED | {404, 405},
+    Kind.NEWER_ROUTE: GENERATED - {200} | {404},
 }
-PATHS: Final[dict[Kind, tuple[str, str]]] = {
-    Kind.MODELS: ("GET", "/v1/models"),
-    Kind.METRICS: ("GET", "/metrics"),
-    Kind.NO_SUCH_ROUTE: ("POST", "/no/such/route"),
-    Kind.CHAT: ("POST", "/v1/chat/completions"),
-    Kind.CHAT_STREAM: ("POST", "/v1/chat/completions"),
+STREAM_ENDS: Final[dict[Kind, bytes]] = {
+    Kind.RESPONSE_STREAM: b"event: response.completed\n",
+    Kind.MESSAGE_STREAM: b"event: message_stop\n",
 }
-STREAMS: Final = frozenset(
-    {Kind.STREAM, Kind.CHAT_STREAM, Kind.PARALLEL, Kind.LONG, Kind.IMPATIENT, Kind.TOKEN_IDS}
-)
+FAILURES: Final = (b'data: {"error":', b"event: error\n")
+MAY_BE_GONE: Final = frozenset({404, 405})
+"""A stored response whose worker died or that cannot be deleted; a route that no worker has."""
 
 
 class End(StrEnum):
@@ -75,48 +73,6 @@ class Answer:
     def on_message_complete(self) -> None:
         """Note that the response is whole."""
         self.complete = True
-
-
-def proxied(kind: Kind) -> bool:
-    """Whether the request goes to a route that bidgate counts as a request."""
-    return kind not in (Kind.MODELS, Kind.METRICS, Kind.NO_SUCH_ROUTE)
-
-
-def request_bytes(request: PlannedRequest, name: str) -> bytes:
-    """Write the request out, head and body; name is its x-request-id."""
-    method, path = PATHS.get(request.kind, ("POST", "/v1/completions"))
-    body = b"" if method == "GET" else _body(request)
-    wait = f"x-bidgate-max-wait-ms: {IMPATIENT_MS}\r\n" if request.kind is Kind.IMPATIENT else ""
-    head = (
-        f"{method} {path} HTTP/1.1\r\nhost: chaos\r\nconnection: close\r\nx-request-id: {name}\r\n"
-        f"content-type: application/json\r\n{wait}content-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
-
-
-def _body(request: PlannedRequest) -> bytes:
-    kind = request.kind
-    if kind is Kind.NOT_JSON:
-        return b'{"model": "mock", "prompt": '
-    body: dict[str, object] = {
-        "model": "no-such-model" if kind is Kind.UNKNOWN_MODEL else MODEL,
-        "max_tokens": -1 if kind is Kind.WRONG_FIELD else request.decode_tokens,
-        "ignore_eos": True,
-        "stream": kind in STREAMS,
-    }
-    if kind in (Kind.CHAT, Kind.CHAT_STREAM):
-        body["messages"] = [{"role": "user", "content": f"request {request.index}"}]
-    elif kind is Kind.BATCH:
-        body["prompt"] = ["one", "two", "three"]
-    elif kind is Kind.TOKEN_IDS:
-        body["prompt"] = list(range(40))
-    elif kind is Kind.TOO_LARGE:
-        body["prompt"] = [7] * TOO_LARGE_TOKENS
-    else:
-        body["prompt"] = f"request {request.index}"
-    if kind is Kind.PARALLEL:
-        body["n"] = 2
-    return orjson.dumps(body)
 
 
 async def send(
@@ -168,9 +124,13 @@ def judge(kind: Kind, answer: Answer) -> tuple[End, str]:
         return End.WRONG, f"{kind}: status {status}: {body[:200]!r}"
     if kind in UNSERVED:
         return _judge_unserved(kind, answer)
+    if status in MAY_BE_GONE:
+        return (End.REFUSED, "") if answer.complete else (End.FAILED, "")
     if status != 200:
         return _judge_error(kind, status, body)
-    if answer.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+    # Of a stream on a light route only its connection tells whether it is complete.
+    events = answer.headers.get(b"content-type", b"").startswith(b"text/event-stream")
+    if events and kind not in LIGHT:
         return _judge_events(kind, answer)
     if not answer.complete:
         return End.FAILED, ""
@@ -195,10 +155,11 @@ def _judge_error(kind: Kind, status: int, body: bytes) -> tuple[End, str]:
 
 
 def _judge_events(kind: Kind, answer: Answer) -> tuple[End, str]:
-    """A stream ends with [DONE] or an error event; others pass for a success and are none."""
+    """A stream ends as its format says or with an error event; others only pass for a success."""
     body = bytes(answer.body)
-    if b'data: {"error":' in body:
+    if any(mark in body for mark in FAILURES):
         return End.FAILED, ""
-    if body.rstrip().endswith(b"data: [DONE]") and answer.complete:
+    last = body.rstrip().rpartition(b"\n\n")[2]
+    if last.startswith(STREAM_ENDS.get(kind, b"data: [DONE]")) and answer.complete:
         return End.COMPLETED, ""
     return End.WRONG, f"{kind}: the stream just stops: {body[-200:]!r}"

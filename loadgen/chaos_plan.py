@@ -45,6 +45,21 @@ class Kind(StrEnum):
     TOKEN_IDS = "token_ids"
     LONG = "long"
     IMPATIENT = "impatient"
+    RESPONSE = "response"
+    RESPONSE_STREAM = "response_stream"
+    MESSAGE = "message"
+    MESSAGE_STREAM = "message_stream"
+    ID_BATCH = "id_batch"
+    LARGE_BODY = "large_body"
+    TENANT = "tenant"
+    DEADLINE = "deadline"
+    SHOWN = "shown"
+    DELETED = "deleted"
+    EMBEDDING = "embedding"
+    RERANK = "rerank"
+    TOKENIZE = "tokenize"
+    AUDIO = "audio"
+    NEWER_ROUTE = "newer_route"
     TOO_LARGE = "too_large"
     UNKNOWN_MODEL = "unknown_model"
     NOT_JSON = "not_json"
@@ -64,6 +79,21 @@ KIND_WEIGHTS: Final[dict[Kind, int]] = {
     Kind.TOKEN_IDS: 6,
     Kind.LONG: 2,
     Kind.IMPATIENT: 4,
+    Kind.RESPONSE: 5,
+    Kind.RESPONSE_STREAM: 8,
+    Kind.MESSAGE: 4,
+    Kind.MESSAGE_STREAM: 8,
+    Kind.ID_BATCH: 2,
+    Kind.LARGE_BODY: 1,
+    Kind.TENANT: 6,
+    Kind.DEADLINE: 4,
+    Kind.SHOWN: 4,
+    Kind.DELETED: 2,
+    Kind.EMBEDDING: 5,
+    Kind.RERANK: 2,
+    Kind.TOKENIZE: 2,
+    Kind.AUDIO: 3,
+    Kind.NEWER_ROUTE: 2,
     Kind.TOO_LARGE: 1,
     Kind.UNKNOWN_MODEL: 2,
     Kind.NOT_JSON: 2,
@@ -83,8 +113,22 @@ UNSERVED: Final = frozenset(
         Kind.NO_SUCH_ROUTE,
     }
 )
-"""Kinds that no worker generates for."""
-SEQUENCES: Final[dict[Kind, int]] = {Kind.PARALLEL: 2, Kind.BATCH: 3}
+"""Kinds that no worker generates for: the router answers by itself."""
+LIGHT: Final = frozenset(
+    {
+        Kind.SHOWN,
+        Kind.DELETED,
+        Kind.EMBEDDING,
+        Kind.RERANK,
+        Kind.TOKENIZE,
+        Kind.AUDIO,
+        Kind.NEWER_ROUTE,
+    }
+)
+"""Kinds that a worker answers without a place in its batch."""
+STORED: Final = frozenset({Kind.SHOWN, Kind.DELETED})
+"""Kinds that are about a response of before."""
+SEQUENCES: Final[dict[Kind, int]] = {Kind.PARALLEL: 2, Kind.BATCH: 3, Kind.ID_BATCH: 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +179,7 @@ class PlannedRequest:
         kind: what it asks. decode_tokens: how long the answer of a sequence is.
         leave_s: after how many seconds the client leaves, if it has no answer by then; or None.
         dawdle_s: how long it does not read after the first bytes of the answer.
+        about: index of the stored response that it is about; its own where there was none.
     """
 
     at_s: float
@@ -143,6 +188,7 @@ class PlannedRequest:
     decode_tokens: int
     leave_s: float | None
     dawdle_s: float
+    about: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +213,15 @@ def plan_requests(spec: ChaosSpec) -> list[PlannedRequest]:
         leave_s = rng.uniform(0.0, 3.0) if rng.random() < spec.leave_share else None
         dawdle_s = rng.uniform(0.1, 2.0) if rng.random() < spec.dawdle_share else 0.0
         drawn.append((kind, tokens, leave_s, dawdle_s))
-        if kind not in UNSERVED:
+        if kind not in UNSERVED | LIGHT:
             budget -= SEQUENCES.get(kind, 1) * (tokens + 1)
     times_s = sorted(rng.uniform(0.0, spec.seconds) for _ in drawn)
-    return [
-        PlannedRequest(at_s, index, *one)
-        for index, (at_s, one) in enumerate(zip(times_s, drawn, strict=True))
-    ]
+    plan: list[PlannedRequest] = []
+    stored = -1
+    for index, (at_s, one) in enumerate(zip(times_s, drawn, strict=True)):
+        stored = index if one[0] is Kind.RESPONSE else stored
+        plan.append(PlannedRequest(at_s, index, *one, about=stored if stored >= 0 else index))
+    return plan
 
 
 def plan_faults(spec: ChaosSpec) -> list[PlannedFault]:

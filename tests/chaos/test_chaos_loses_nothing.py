@@ -5,12 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import httptools
 import orjson
 import pytest
 
 from loadgen.chaos import run_chaos
 from loadgen.chaos_client import Answer, End, judge
-from loadgen.chaos_plan import UNSERVED, ChaosSpec, Kind, plan_faults, plan_requests
+from loadgen.chaos_plan import (
+    LIGHT,
+    STORED,
+    UNSERVED,
+    ChaosSpec,
+    Kind,
+    PlannedRequest,
+    plan_faults,
+    plan_requests,
+)
+from loadgen.chaos_requests import request_bytes
 from loadgen.chaos_verdict import Books, memory_growth_mib, read_page
 from service.mock.faults import Fault
 
@@ -43,11 +54,11 @@ def test_the_same_seed_is_the_same_plan_and_another_seed_is_not() -> None:
 def test_a_plan_offers_the_load_that_was_asked_for_and_everything_that_can_go_wrong() -> None:
     spec = ChaosSpec(seconds=120.0, load=1.2)
     requests, faults = plan_requests(spec), plan_faults(spec)
-    sequences = {Kind.PARALLEL: 2, Kind.BATCH: 3}
+    sequences = {Kind.PARALLEL: 2, Kind.BATCH: 3, Kind.ID_BATCH: 4}
     work = sum(
         sequences.get(request.kind, 1) * (request.decode_tokens + 1)
         for request in requests
-        if request.kind not in UNSERVED
+        if request.kind not in UNSERVED | LIGHT
     )
     assert work == pytest.approx(1.2 * 120.0 * spec.capacity_per_s, rel=0.01)
     assert {request.kind for request in requests} == set(Kind)
@@ -77,6 +88,62 @@ EVENTS = {b"content-type": b"text/event-stream"}
 )
 def test_a_client_takes_nothing_for_a_success_that_is_none(answer: Answer, end: End) -> None:
     assert judge(Kind.STREAM, answer)[0] is end
+
+
+RESPONSE_END = b'event: response.completed\ndata: {"type":"response.completed"}\n\n'
+MESSAGE_END = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+ERROR_EVENT = b'event: error\ndata: {"error":{"code":"x"}}\n\n'
+GONE = bytearray(b'{"error":{"type":"invalid_request_error"}}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "end"),
+    [
+        (Kind.RESPONSE_STREAM, Answer(200, EVENTS, bytearray(RESPONSE_END), True), End.COMPLETED),
+        (Kind.RESPONSE_STREAM, Answer(200, EVENTS, bytearray(MESSAGE_END), True), End.WRONG),
+        (Kind.MESSAGE_STREAM, Answer(200, EVENTS, bytearray(MESSAGE_END), True), End.COMPLETED),
+        (Kind.MESSAGE_STREAM, Answer(200, EVENTS, bytearray(MESSAGE_END), False), End.WRONG),
+        (Kind.MESSAGE_STREAM, Answer(200, EVENTS, bytearray(ERROR_EVENT), True), End.FAILED),
+        (Kind.SHOWN, Answer(404, {}, GONE, True), End.REFUSED),
+        (Kind.DELETED, Answer(405, {}, GONE, True), End.REFUSED),
+        (Kind.SHOWN, Answer(405, {}, GONE, True), End.WRONG),
+        (Kind.NEWER_ROUTE, Answer(200, {}, bytearray(b"{}"), True), End.WRONG),
+        (Kind.EMBEDDING, Answer(404, {}, GONE, True), End.WRONG),
+        (Kind.AUDIO, Answer(200, {}, bytearray(b"{"), False), End.FAILED),
+    ],
+)
+def test_every_format_is_judged_by_its_own_end(kind: Kind, answer: Answer, end: End) -> None:
+    assert judge(kind, answer)[0] is end
+
+
+def test_stored_responses_are_asked_for_once_there_is_one() -> None:
+    plan = plan_requests(ChaosSpec(seconds=30.0))
+    kinds = {request.index: request.kind for request in plan}
+    about = [request for request in plan if request.kind in STORED]
+    assert all(kinds[one.about] is Kind.RESPONSE for one in about if one.about != one.index)
+    assert sum(one.about != one.index for one in about) > len(about) / 2
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_what_is_sent_is_http_that_says_its_own_length(kind: Kind) -> None:
+    seen = bytearray()
+
+    class Reader:
+        """What a server would see of it."""
+
+        complete = False
+
+        def on_body(self, part: bytes) -> None:
+            seen.extend(part)
+
+        def on_message_complete(self) -> None:
+            self.complete = True
+
+    reader = Reader()
+    data = request_bytes(PlannedRequest(0.0, 1, kind, 3, None, 0.0, about=0), "chaos-1")
+    httptools.HttpRequestParser(reader).feed_data(data)
+    assert reader.complete
+    assert data.endswith(bytes(seen))
 
 
 PAGE = """\
