@@ -25,14 +25,17 @@ from loadgen.chaos_requests import request_bytes
 from loadgen.chaos_verdict import Books, memory_growth_mib, read_page
 from service.mock.faults import Fault
 
-SECONDS = 12.0
+SECONDS = 8.0
+FAULTS_PER_S = 2.0
 
 
 @pytest.mark.timeout(300)  # slow machines: three processes share what there is
 async def test_a_short_run_with_every_fault_and_every_kind_of_request_loses_nothing(
     tmp_path: Path,
 ) -> None:
-    report = await run_chaos(ChaosSpec(seconds=SECONDS, seed=1), tmp_path)
+    report = await run_chaos(
+        ChaosSpec(seconds=SECONDS, seed=1, faults_per_s=FAULTS_PER_S), tmp_path
+    )
     assert report.troubles == []
     assert report.wrong == []
     assert orjson.loads(orjson.dumps(report.figures()))["requests"] == report.requests
