@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, TypeAlias, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 COMPLETION_TOKENS_DEFAULT: Final = 16
 """vLLM's max_tokens where /v1/completions gets none; chat may fill the context."""
@@ -118,8 +122,15 @@ class ChatBody(GenerationBody):
 
 def parse_body(kind: type[_AnyBody], raw: bytes) -> _AnyBody:
     """Check a body's JSON and types; the first mistake is what the client is told."""
-    try:
+    with telling_mistakes():
         return kind.model_validate_json(raw)
+
+
+@contextmanager
+def telling_mistakes() -> Iterator[None]:
+    """Turn what a body's types do not allow into vLLM's 400."""
+    try:
+        yield
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(step) for step in first["loc"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from service.mock.bodies import ChatBody, GenerationBody, Message
+from service.mock.bodies import ChatBody, GenerationBody, Message, telling_mistakes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,8 @@ class ResponsesBody(GenerationBody):
         system = [Message(role="system", content=self.instructions)] if self.instructions else []
         shared = self.model_dump(include=GenerationBody.model_fields.keys() - {"n", "max_tokens"})
         limit = self.max_output_tokens
-        return ChatBody(messages=system + turns, max_completion_tokens=limit, **shared)
+        with telling_mistakes():
+            return ChatBody(messages=system + turns, max_completion_tokens=limit, **shared)
 
 
 class MessagesBody(GenerationBody):
@@ -55,4 +56,5 @@ class MessagesBody(GenerationBody):
     def as_chat(self) -> ChatBody:
         """Return the chat that generates the same."""
         shared = self.model_dump(include=GenerationBody.model_fields.keys() - {"n"})
-        return ChatBody(messages=self.turns(), **shared)
+        with telling_mistakes():
+            return ChatBody(messages=self.turns(), **shared)

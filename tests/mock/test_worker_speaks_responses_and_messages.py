@@ -95,6 +95,7 @@ async def test_a_message_is_told_whole_and_as_events_with_names() -> None:
         ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, 400),
         ("/v1/messages/count_tokens", {"messages": 3}, 400),
         ("/v1/responses", {"max_output_tokens": 3}, 400),
+        ("/v1/responses", {"input": []}, 400),
         ("/v1/responses", {"input": "x", "max_output_tokens": 0}, 400),
         ("/v1/responses", {"input": "x", "model": "other"}, 404),
     ],
