@@ -8,14 +8,14 @@ tenants of the settings, never anything a client chose.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from service.control.events import WorkerState
@@ -23,6 +23,7 @@ from service.control.replica_worth import ReplicaWorth, replica_worths
 from service.control.stats import AffinityStats, PrefillStats, RouterStats, TenantStats, WorkerStats
 from service.errors import NO_REQUEST, Answer
 from service.fleet_types import WatchStats
+from service.metric_families import counter, gauge, keyed, per_worker
 from service.queue_stats import QueueStats
 from service.request_record import RequestRecord, as_line
 
@@ -161,88 +162,86 @@ class _StateCollector(Collector):
         yield from _worker_series(queue.router.workers, queue.router.prefillers)
         yield from _worth_series(replica_worths(queue.router.workers))
         yield from _prefill_series(queue.router)
-        yield _counter(
+        yield counter(
             "handoffs",
             "Prompts sent to a prefill worker: done, failed, or missing how to fetch them",
-            _keyed(self._sources.handoffs()),
+            keyed(self._sources.handoffs()),
             ["result"],
         )
         yield from _affinity_series(queue.router.affinity)
         yield from _tenant_series(queue.router.tenants)
         yield from _watch_series(self._sources.fleet())
         held, ended = self._sources.light()
-        yield _gauge("light_running", "Requests at workers that skipped the queue", held)
-        yield _counter("light_ended", "How they ended", _keyed(ended), ["outcome"])
-        yield _counter(
+        yield gauge("light_running", "Requests at workers that skipped the queue", held)
+        yield counter("light_ended", "How they ended", keyed(ended), ["outcome"])
+        yield counter(
             "retries",
             "Other workers tried before the first byte; over_budget: not tried, as too many were",
             {(reason,): count for reason, count in self._sources.retries().items()},
             ["reason"],
         )
         failures = self._sources.refresh_failures()
-        yield _counter("price_refresh_failures", "Price refreshes that raised", {(): failures})
+        yield counter("price_refresh_failures", "Price refreshes that raised", {(): failures})
         held = self._sources.bytes_held()
-        yield _gauge("body_bytes_held", "Bytes of request bodies in memory", held)
-        yield _counter(
+        yield gauge("body_bytes_held", "Bytes of request bodies in memory", held)
+        yield counter(
             "spans",
             "OpenTelemetry spans: ended, exported, failed; the rest waits, at most spans_max",
-            _keyed(self._sources.spans()),
+            keyed(self._sources.spans()),
             ["result"],
         )
         tasks = len(asyncio.all_tasks())
-        yield _gauge("tasks", "Asyncio tasks alive: a few, and a few for each request", tasks)
+        yield gauge("tasks", "Asyncio tasks alive: a few, and a few for each request", tasks)
 
 
 def _queue_series(stats: QueueStats) -> Iterator[Metric]:
     router = stats.router
-    yield _gauge("queue_waiting", "Requests waiting for a start", router.waiting)
-    yield _gauge("queue_running", "Requests started and not ended", router.running)
-    yield _gauge("queue_oldest_wait_seconds", "Wait of the oldest request", router.oldest_wait_s)
-    yield _gauge("queue_draining", "Whether new requests are turned away", stats.draining)
-    yield _gauge(
+    yield gauge("queue_waiting", "Requests waiting for a start", router.waiting)
+    yield gauge("queue_running", "Requests started and not ended", router.running)
+    yield gauge("queue_oldest_wait_seconds", "Wait of the oldest request", router.oldest_wait_s)
+    yield gauge("queue_draining", "Whether new requests are turned away", stats.draining)
+    yield gauge(
         "accounting_imbalance",
         "Entered less waiting, running and ended: anything but 0 is a lost request",
         stats.imbalance,
     )
-    yield _gauge("arrivals_per_second", "Arrival rate of late", router.arrivals_per_s)
+    yield gauge("arrivals_per_second", "Arrival rate of late", router.arrivals_per_s)
     entered = router.entered + stats.refused_at_door
-    yield _counter("requests_entered", "Requests that came", {(): entered})
+    yield counter("requests_entered", "Requests that came", {(): entered})
     refused = {reason.value: count for reason, count in router.refused.items()}
     refused["draining"] = refused.get("draining", 0) + stats.refused_at_door
     ended = {outcome.value: count for outcome, count in router.ended.items()}
     ended["refused"] = sum(refused.values())
-    yield _counter("requests_ended", "How requests ended", _keyed(ended), ["outcome"])
-    yield _counter("refusals", "Requests turned away", _keyed(refused), ["reason"])
+    yield counter("requests_ended", "How requests ended", keyed(ended), ["outcome"])
+    yield counter("refusals", "Requests turned away", keyed(refused), ["reason"])
 
 
 def _decision_series(stats: QueueStats) -> Iterator[Metric]:
     router = stats.router
-    yield _gauge("ticking", "Whether the last decision went well", stats.ticking)
-    yield _counter("ticks", "Decisions", {(): router.ticks})
-    yield _counter("tick_errors", "Decisions that raised", {(): stats.tick_errors})
-    yield _counter("event_errors", "Events the router could not book", {(): stats.event_errors})
-    yield _gauge(
-        "falling_back", "Whether decisions are first come first served", stats.falling_back
-    )
-    yield _counter("late_ticks", "Decisions over their time", {(): stats.late_ticks})
-    yield _counter(
+    yield gauge("ticking", "Whether the last decision went well", stats.ticking)
+    yield counter("ticks", "Decisions", {(): router.ticks})
+    yield counter("tick_errors", "Decisions that raised", {(): stats.tick_errors})
+    yield counter("event_errors", "Events the router could not book", {(): stats.event_errors})
+    yield gauge("falling_back", "Whether decisions are first come first served", stats.falling_back)
+    yield counter("late_ticks", "Decisions over their time", {(): stats.late_ticks})
+    yield counter(
         "fallback_ticks", "Decisions first come first served", {(): router.fallback_ticks}
     )
-    yield _counter("starts", "Requests sent to a worker", {(): router.starts})
-    yield _counter("returns", "Starts a worker did not take", {(): router.returns})
-    yield _counter("price_refreshes", "Prices adopted", {(): router.price_refreshes})
-    yield _counter("prices_dropped", "Prices not adopted", {(): router.prices_dropped})
+    yield counter("starts", "Requests sent to a worker", {(): router.starts})
+    yield counter("returns", "Starts a worker did not take", {(): router.returns})
+    yield counter("price_refreshes", "Prices adopted", {(): router.price_refreshes})
+    yield counter("prices_dropped", "Prices not adopted", {(): router.prices_dropped})
     changes = {"rise": router.rate_rises, "fall": router.rate_falls}
-    yield _counter("rate_shifts", "Changes of the arrival rate noticed", _keyed(changes), ["kind"])
+    yield counter("rate_shifts", "Changes of the arrival rate noticed", keyed(changes), ["kind"])
     age_s = router.price_age_s
-    yield _gauge("price_age_seconds", "Age of the prices in use; absent before the first", age_s)
+    yield gauge("price_age_seconds", "Age of the prices in use; absent before the first", age_s)
 
 
 def _prefill_series(router: RouterStats) -> Iterator[Metric]:
     """The prefill workers, and what is decided about them."""
-    yield _counter("prefills", "Prompts to be sent to a prefill worker", {(): router.prefills})
-    yield _counter("holds_passed", "Prefills held too long and redone", {(): router.holds_passed})
-    yield _counter(
+    yield counter("prefills", "Prompts to be sent to a prefill worker", {(): router.prefills})
+    yield counter("holds_passed", "Prefills held too long and redone", {(): router.holds_passed})
+    yield counter(
         "whole_on_decode",
         "Requests not to be split whose prompt a decode worker computed",
         {(): router.whole_on_decode},
@@ -256,7 +255,7 @@ def _prefill_series(router: RouterStats) -> Iterator[Metric]:
     ):
         values = {one.worker_id: float(getattr(one, name)) for one in router.prefillers}
         series = name.replace("_per_s", "_per_second")
-        yield _per_worker(f"prefill_worker_{series}", text, values)
+        yield per_worker(f"prefill_worker_{series}", text, values)
 
 
 def _worker_series(
@@ -297,7 +296,7 @@ def _worker_series(
     yield price
     yield state
     for key, (text, column) in values.items():
-        yield _per_worker(f"worker_{key}", text, column)
+        yield per_worker(f"worker_{key}", text, column)
 
 
 def _worth_series(worths: Iterable[ReplicaWorth]) -> Iterator[Metric]:
@@ -321,14 +320,14 @@ def _worth_series(worths: Iterable[ReplicaWorth]) -> Iterator[Metric]:
 def _affinity_series(affinity: AffinityStats) -> Iterator[Metric]:
     """Prefix caches: what the reward for them gained, and what the engines found."""
     prompts = affinity.prompt_tokens
-    yield _counter(
+    yield counter(
         "affinity_prompt_tokens", "Started prompt tokens that might be cached", {(): prompts}
     )
     hits = {"with": affinity.hit_tokens, "without": affinity.hit_tokens_unswayed}
-    yield _counter(
+    yield counter(
         "affinity_hit_tokens",
         "Of these, believed cached where started, or where they had gone without the reward",
-        _keyed(hits),
+        keyed(hits),
         ["affinity"],
     )
     rate = GaugeMetricFamily(
@@ -341,15 +340,15 @@ def _affinity_series(affinity: AffinityStats) -> Iterator[Metric]:
         ("queries", "Prompt tokens its engine looked up in its prefix cache", affinity.queries),
         ("hits", "Of these, found", affinity.hits),
     ):
-        yield _counter(f"worker_prefix_{name}", text, _keyed(counts), ["worker"])
+        yield counter(f"worker_prefix_{name}", text, keyed(counts), ["worker"])
     for name, text, values in (
         ("hit_rate", "Prefix cache hits over queries of late, by its engine", affinity.observed),
         ("guessed_rate", "The same as guessed here, uncorrected", affinity.guessed),
         ("correction", "What guesses are multiplied by", affinity.correction),
         ("held_tokens", "Prompt tokens believed to be in its prefix cache", affinity.held_tokens),
     ):
-        yield _per_worker(f"worker_prefix_{name}", text, values)
-    yield _per_worker(
+        yield per_worker(f"worker_prefix_{name}", text, values)
+    yield per_worker(
         "worker_prompt_tokens_per_second",
         "Pace at which its engine computes prompts, as learned",
         affinity.prefill_tokens_per_s,
@@ -369,13 +368,13 @@ def _tenant_series(tenants: Iterable[TenantStats]) -> Iterator[Metric]:
             family.add_metric([tenant.tenant], float(getattr(tenant, field)))
         yield family
     tokens = {tenant.tenant: tenant.decode_tokens for tenant in tenants}
-    yield _counter("tenant_decode_tokens", "Output tokens served", _keyed(tokens), ["tenant"])
+    yield counter("tenant_decode_tokens", "Output tokens served", keyed(tokens), ["tenant"])
 
 
 def _watch_series(watches: Iterable[WatchStats]) -> Iterator[Metric]:
     watches = tuple(watches)
     stale = {watch.worker_id: float(watch.metrics_stale) for watch in watches}
-    yield _per_worker("worker_metrics_stale", "Up, and its metrics missing or too old", stale)
+    yield per_worker("worker_metrics_stale", "Up, and its metrics missing or too old", stale)
     for name, text in (
         ("scrapes_failed", "Failed scrapes"),
         ("health_failures", "Failed health checks"),
@@ -384,29 +383,4 @@ def _watch_series(watches: Iterable[WatchStats]) -> Iterator[Metric]:
         ("restarts", "Times it was restarted"),
     ):
         counts = {watch.worker_id: getattr(watch, name) for watch in watches}
-        yield _counter(f"worker_{name}", text, _keyed(counts), ["worker"])
-
-
-def _gauge(name: str, text: str, value: float | None) -> Metric:
-    """A gauge; one that has no value yet is announced without a sample."""
-    return GaugeMetricFamily(f"bidgate_{name}", text, value=None if value is None else float(value))
-
-
-def _per_worker(name: str, text: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(f"bidgate_{name}", text, labels=["worker"])
-    for worker, value in values.items():
-        family.add_metric([worker], value)
-    return family
-
-
-def _keyed(counts: dict[str, int]) -> dict[tuple[str, ...], int]:
-    return {(label,): count for label, count in counts.items()}
-
-
-def _counter(
-    name: str, text: str, counts: dict[tuple[str, ...], int], labels: Iterable[str] = ()
-) -> Metric:
-    family = CounterMetricFamily(f"bidgate_{name}", text, labels=list(labels))
-    for key, count in counts.items():
-        family.add_metric(list(key), count)
-    return family
+        yield counter(f"worker_{name}", text, keyed(counts), ["worker"])
