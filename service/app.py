@@ -29,7 +29,8 @@ from service.control.events import Role
 from service.control.router import Router
 from service.crew import Crew
 from service.discovery.following import Discovery
-from service.edge import Doors, Edge, Inside, Ways, make_ways, reading
+from service.edge import Edge, Inside
+from service.edge_config import reading
 from service.fleet import Fleet
 from service.forwarder import Forwarder
 from service.light import LightPath
@@ -43,10 +44,12 @@ from service.roster import Roster
 from service.routes import answer_unknown_paths, routes, with_aliases
 from service.settings import MockConfig, Settings
 from service.settings_text import SettingsError
-from service.telemetry import Sources, Telemetry
+from service.state_series import Sources
+from service.telemetry import Telemetry
 from service.tls import renew, worker_context
 from service.trace import NoTracer, Tracer
 from service.tracing_config import TracingConfig
+from service.ways import Doors, Ways, make_ways
 from service.worker_config import WorkerConfig
 from service.worker_link import WorkerTransport, make_client
 

@@ -33,3 +33,10 @@ def counter(
     for key, count in counts.items():
         family.add_metric(list(key), count)
     return family
+
+
+def seconds_spelled(field: str) -> str:
+    """A field's name as Prometheus has its unit: `iteration_s` is `iteration_seconds`."""
+    if not field.endswith("_s"):
+        return field
+    return f"{field}econd" if field.endswith("_per_s") else f"{field}econds"

@@ -1,6 +1,6 @@
 """What bidgate tells about its own operation: settings, sources of workers, keys and tenants.
 
-Read at each scrape, like the state of the queue (telemetry.py). Labels are bounded by the
+Read at each scrape, like the state of the queue (state_series.py). Labels are bounded by the
 settings: sources, tenants, limits; never anything that a client chose.
 """
 

@@ -32,7 +32,7 @@ from service.discovery.config import (
     KubernetesConfig,
     require_kubernetes,
 )
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from service.fleet_types import WatchConfig
 from service.forward_config import ForwardConfig
 from service.light import LightConfig

@@ -7,25 +7,15 @@ tenants of the settings, never anything a client chose.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from service.control.events import WorkerState
-from service.control.replica_worth import ReplicaWorth, replica_worths
-from service.control.stats import AffinityStats, PrefillStats, RouterStats, TenantStats, WorkerStats
 from service.errors import NO_REQUEST, Answer
-from service.fleet_types import WatchStats
-from service.metric_families import counter, gauge, keyed, per_worker
-from service.queue_stats import QueueStats
 from service.request_record import RequestRecord, as_line
+from service.state_series import Sources, StateCollector
 
 LATENCY_BUCKETS_S: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
@@ -35,31 +25,6 @@ OVERHEAD_BUCKETS_S: Final = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
-    """Where a scrape reads the state.
-
-    Attributes:
-        queue: of queue and router.
-        fleet: of the watches.
-        light: places lent by the light path now, and how those ended.
-        retries: other workers tried, by reason.
-        handoffs: ends of first legs, by result.
-        refresh_failures: price refreshes that raised.
-        bytes_held: of request bodies in memory.
-        spans: of requests, by what became of them.
-    """
-
-    queue: Callable[[], QueueStats]
-    fleet: Callable[[], tuple[WatchStats, ...]]
-    light: Callable[[], tuple[int, dict[str, int]]]
-    retries: Callable[[], dict[str, int]]
-    refresh_failures: Callable[[], int]
-    bytes_held: Callable[[], int]
-    handoffs: Callable[[], dict[str, int]] = dict
-    spans: Callable[[], dict[str, int]] = dict
 
 
 class Telemetry:
@@ -84,7 +49,6 @@ class Telemetry:
         self._responses = Counter(
             "bidgate_responses", "Answers of proxied routes", ["code"], registry=self.registry
         )
-
         self._no_requests = Counter(
             "bidgate_connections_refused",
             "Connections closed because what came was no request, too long or too slow",
@@ -138,7 +102,7 @@ class Telemetry:
 
     def watch(self, sources: Sources) -> None:
         """Add the state of queue, router and fleet to the page."""
-        self.registry.register(_StateCollector(sources))
+        self.registry.register(StateCollector(sources))
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """Write the page and its content type."""
@@ -147,240 +111,3 @@ class Telemetry:
 
     def _histogram(self, name: str, text: str, buckets_s: tuple[float, ...]) -> Histogram:
         return Histogram(f"bidgate_{name}_seconds", text, buckets=buckets_s, registry=self.registry)
-
-
-class _StateCollector(Collector):
-    """Turns the state at scrape time into series."""
-
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
-
-    def collect(self) -> Iterator[Metric]:
-        queue = self._sources.queue()
-        yield from _queue_series(queue)
-        yield from _decision_series(queue)
-        yield from _worker_series(queue.router.workers, queue.router.prefillers)
-        yield from _worth_series(replica_worths(queue.router.workers))
-        yield from _prefill_series(queue.router)
-        yield counter(
-            "handoffs",
-            "Prompts sent to a prefill worker: done, failed, or missing how to fetch them",
-            keyed(self._sources.handoffs()),
-            ["result"],
-        )
-        yield from _affinity_series(queue.router.affinity)
-        yield from _tenant_series(queue.router.tenants)
-        yield from _watch_series(self._sources.fleet())
-        held, ended = self._sources.light()
-        yield gauge("light_running", "Requests at workers that skipped the queue", held)
-        yield counter("light_ended", "How they ended", keyed(ended), ["outcome"])
-        yield counter(
-            "retries",
-            "Other workers tried before the first byte; over_budget: not tried, as too many were",
-            {(reason,): count for reason, count in self._sources.retries().items()},
-            ["reason"],
-        )
-        failures = self._sources.refresh_failures()
-        yield counter("price_refresh_failures", "Price refreshes that raised", {(): failures})
-        held = self._sources.bytes_held()
-        yield gauge("body_bytes_held", "Bytes of request bodies in memory", held)
-        yield counter(
-            "spans",
-            "OpenTelemetry spans: ended, exported, failed; the rest waits, at most spans_max",
-            keyed(self._sources.spans()),
-            ["result"],
-        )
-        tasks = len(asyncio.all_tasks())
-        yield gauge("tasks", "Asyncio tasks alive: a few, and a few for each request", tasks)
-
-
-def _queue_series(stats: QueueStats) -> Iterator[Metric]:
-    router = stats.router
-    yield gauge("queue_waiting", "Requests waiting for a start", router.waiting)
-    yield gauge("queue_running", "Requests started and not ended", router.running)
-    yield gauge("queue_oldest_wait_seconds", "Wait of the oldest request", router.oldest_wait_s)
-    yield gauge("queue_draining", "Whether new requests are turned away", stats.draining)
-    yield gauge(
-        "accounting_imbalance",
-        "Entered less waiting, running and ended: anything but 0 is a lost request",
-        stats.imbalance,
-    )
-    yield gauge("arrivals_per_second", "Arrival rate of late", router.arrivals_per_s)
-    entered = router.entered + stats.refused_at_door
-    yield counter("requests_entered", "Requests that came", {(): entered})
-    refused = {reason.value: count for reason, count in router.refused.items()}
-    refused["draining"] = refused.get("draining", 0) + stats.refused_at_door
-    ended = {outcome.value: count for outcome, count in router.ended.items()}
-    ended["refused"] = sum(refused.values())
-    yield counter("requests_ended", "How requests ended", keyed(ended), ["outcome"])
-    yield counter("refusals", "Requests turned away", keyed(refused), ["reason"])
-
-
-def _decision_series(stats: QueueStats) -> Iterator[Metric]:
-    router = stats.router
-    yield gauge("ticking", "Whether the last decision went well", stats.ticking)
-    yield counter("ticks", "Decisions", {(): router.ticks})
-    yield counter("tick_errors", "Decisions that raised", {(): stats.tick_errors})
-    yield counter("event_errors", "Events the router could not book", {(): stats.event_errors})
-    yield gauge("falling_back", "Whether decisions are first come first served", stats.falling_back)
-    yield counter("late_ticks", "Decisions over their time", {(): stats.late_ticks})
-    yield counter(
-        "fallback_ticks", "Decisions first come first served", {(): router.fallback_ticks}
-    )
-    yield counter("starts", "Requests sent to a worker", {(): router.starts})
-    yield counter("returns", "Starts a worker did not take", {(): router.returns})
-    yield counter("price_refreshes", "Prices adopted", {(): router.price_refreshes})
-    yield counter("prices_dropped", "Prices not adopted", {(): router.prices_dropped})
-    changes = {"rise": router.rate_rises, "fall": router.rate_falls}
-    yield counter("rate_shifts", "Changes of the arrival rate noticed", keyed(changes), ["kind"])
-    age_s = router.price_age_s
-    yield gauge("price_age_seconds", "Age of the prices in use; absent before the first", age_s)
-
-
-def _prefill_series(router: RouterStats) -> Iterator[Metric]:
-    """The prefill workers, and what is decided about them."""
-    yield counter("prefills", "Prompts to be sent to a prefill worker", {(): router.prefills})
-    yield counter("holds_passed", "Prefills held too long and redone", {(): router.holds_passed})
-    yield counter(
-        "whole_on_decode",
-        "Requests not to be split whose prompt a decode worker computed",
-        {(): router.whole_on_decode},
-    )
-    for name, text in (
-        ("legs", "Prompts sent and not answered"),
-        ("leg_tokens", "Tokens of prompts sent and not answered"),
-        ("kv_tokens", "KV tokens charged to it"),
-        ("orphaned_kv_tokens", "KV tokens nobody fetches, charged until the lease ends"),
-        ("tokens_per_s", "Speed as learned"),
-    ):
-        values = {one.worker_id: float(getattr(one, name)) for one in router.prefillers}
-        series = name.replace("_per_s", "_per_second")
-        yield per_worker(f"prefill_worker_{series}", text, values)
-
-
-def _worker_series(
-    workers: Iterable[WorkerStats], prefillers: Iterable[PrefillStats]
-) -> Iterator[Metric]:
-    price = GaugeMetricFamily(
-        "bidgate_shadow_price",
-        "Reward one more unit would earn: a batch slot or a KV token for one iteration",
-        labels=["worker", "resource"],
-    )
-    state = GaugeMetricFamily(
-        "bidgate_worker_state", "1 for the state a worker is in", labels=["worker", "state"]
-    )
-    values: dict[str, tuple[str, dict[str, float]]] = {
-        "startable": ("Whether a request could start now", {}),
-        "active": ("Sequences of our own requests", {}),
-        "foreign": ("Sequences of other clients, as reported", {}),
-        "batch_limit": ("Batch slots", {}),
-        "kv_tokens": ("KV tokens our own requests hold", {}),
-        "kv_capacity_tokens": ("KV tokens there are", {}),
-        "iteration_seconds": ("Time of one decode iteration, as the engine tells it", {}),
-        "token_seconds": ("What a batch slot was seen to take for a token, prefills included", {}),
-    }
-    for worker in workers:
-        name = worker.worker_id
-        price.add_metric([name, "batch"], worker.price_batch)
-        price.add_metric([name, "kv"], worker.price_kv)
-        for one in WorkerState:
-            state.add_metric([name, one.value], float(worker.state is one))
-        for key, (_, column) in values.items():
-            field = key.replace("_seconds", "_s")
-            value = getattr(worker, field)
-            if value is not None:
-                column[name] = float(value)
-    for other in prefillers:
-        for one in WorkerState:
-            state.add_metric([other.worker_id, one.value], float(other.state is one))
-    yield price
-    yield state
-    for key, (text, column) in values.items():
-        yield per_worker(f"worker_{key}", text, column)
-
-
-def _worth_series(worths: Iterable[ReplicaWorth]) -> Iterator[Metric]:
-    """What one more worker would add; classes are bounded by control."""
-    iteration = GaugeMetricFamily(
-        "bidgate_replica_worth",
-        "At most how much reward per decode iteration one more worker of a class would add",
-        labels=["worker_class"],
-    )
-    second = GaugeMetricFamily(
-        "bidgate_replica_worth_per_second",
-        "The same per second, at the pace of such a worker",
-        labels=["worker_class"],
-    )
-    for worth in worths:
-        iteration.add_metric([worth.worker_class], worth.per_iteration)
-        second.add_metric([worth.worker_class], worth.per_s)
-    yield from (iteration, second)
-
-
-def _affinity_series(affinity: AffinityStats) -> Iterator[Metric]:
-    """Prefix caches: what the reward for them gained, and what the engines found."""
-    prompts = affinity.prompt_tokens
-    yield counter(
-        "affinity_prompt_tokens", "Started prompt tokens that might be cached", {(): prompts}
-    )
-    hits = {"with": affinity.hit_tokens, "without": affinity.hit_tokens_unswayed}
-    yield counter(
-        "affinity_hit_tokens",
-        "Of these, believed cached where started, or where they had gone without the reward",
-        keyed(hits),
-        ["affinity"],
-    )
-    rate = GaugeMetricFamily(
-        "bidgate_affinity_hit_rate", "The same as a share since the start", labels=["affinity"]
-    )
-    for name, tokens in hits.items():
-        rate.add_metric([name], tokens / prompts if prompts else 0.0)
-    yield rate
-    for name, text, counts in (
-        ("queries", "Prompt tokens its engine looked up in its prefix cache", affinity.queries),
-        ("hits", "Of these, found", affinity.hits),
-    ):
-        yield counter(f"worker_prefix_{name}", text, keyed(counts), ["worker"])
-    for name, text, values in (
-        ("hit_rate", "Prefix cache hits over queries of late, by its engine", affinity.observed),
-        ("guessed_rate", "The same as guessed here, uncorrected", affinity.guessed),
-        ("correction", "What guesses are multiplied by", affinity.correction),
-        ("held_tokens", "Prompt tokens believed to be in its prefix cache", affinity.held_tokens),
-    ):
-        yield per_worker(f"worker_prefix_{name}", text, values)
-    yield per_worker(
-        "worker_prompt_tokens_per_second",
-        "Pace at which its engine computes prompts, as learned",
-        affinity.prefill_tokens_per_s,
-    )
-
-
-def _tenant_series(tenants: Iterable[TenantStats]) -> Iterator[Metric]:
-    """Only tenants that the settings name have series of their own."""
-    tenants = tuple(tenants)
-    for name, field, text in (
-        ("waiting", "waiting", "Requests waiting for a start"),
-        ("share", "share", "Part of all recent use, 0 to 1"),
-        ("discount", "discount", "What its rewards are multiplied by; below 1 is over its share"),
-    ):
-        family = GaugeMetricFamily(f"bidgate_tenant_{name}", text, labels=["tenant"])
-        for tenant in tenants:
-            family.add_metric([tenant.tenant], float(getattr(tenant, field)))
-        yield family
-    tokens = {tenant.tenant: tenant.decode_tokens for tenant in tenants}
-    yield counter("tenant_decode_tokens", "Output tokens served", keyed(tokens), ["tenant"])
-
-
-def _watch_series(watches: Iterable[WatchStats]) -> Iterator[Metric]:
-    watches = tuple(watches)
-    stale = {watch.worker_id: float(watch.metrics_stale) for watch in watches}
-    yield per_worker("worker_metrics_stale", "Up, and its metrics missing or too old", stale)
-    for name, text in (
-        ("scrapes_failed", "Failed scrapes"),
-        ("health_failures", "Failed health checks"),
-        ("times_lost", "Times it went down"),
-        ("stalls", "Times its engine stood still with requests running"),
-        ("restarts", "Times it was restarted"),
-    ):
-        counts = {watch.worker_id: getattr(watch, name) for watch in watches}
-        yield counter(f"worker_{name}", text, keyed(counts), ["worker"])

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from service.forward_config import ForwardConfig
 from service.settings import ServerConfig, WorkerSettings
 from tests.fuzz.conftest import examples

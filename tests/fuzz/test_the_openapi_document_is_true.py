@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
 
 from service.app import build
 from service.auth_settings import AuthConfig
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from service.secrets import Secret
 from service.settings import MockConfig, Settings
 from service.surface import LIGHT, QUEUED

@@ -27,7 +27,8 @@ from service.control.events import (
     WorkerState,
 )
 from service.control.router import Router
-from service.edge import Doors, Edge, EdgeConfig, Inside, make_ways, reading
+from service.edge import Edge, Inside
+from service.edge_config import EdgeConfig, reading
 from service.fleet_types import Candidate
 from service.forward_config import ForwardConfig
 from service.forwarder import Forwarder
@@ -35,8 +36,10 @@ from service.light import LightConfig, LightPath
 from service.queue_stats import QueueConfig, QueueStats
 from service.refresher import InlineRefresher
 from service.routes import answer_unknown_paths, routes
-from service.telemetry import Sources, Telemetry
+from service.state_series import Sources
+from service.telemetry import Telemetry
 from service.trace import NoTracer, Tracer
+from service.ways import Doors, make_ways
 from service.worker_config import WorkerConfig
 from tests.asgi import Exchange, http_scope
 

@@ -7,7 +7,7 @@ import json
 
 import httpx
 
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from service.settings import ServerConfig
 from service.worker_settings import WorkerSettings
 from tests.service.live import Live, serving, until

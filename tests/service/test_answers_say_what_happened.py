@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from service.control.config import ControlConfig, PolicyName
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from service.logs import LogFormat, LogLevel, configure_logging, printable
 from tests.asgi import Exchange, http_scope
 from tests.clock import run_virtual

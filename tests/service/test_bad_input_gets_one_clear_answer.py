@@ -11,7 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from service.control.config import ControlConfig, PolicyName
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from tests.asgi import Exchange, http_scope
 from tests.clock import run_virtual
 from tests.service.stage import HandlerTransport, Stage, answer, completion

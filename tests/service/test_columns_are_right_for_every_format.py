@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from service.control.events import Request
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from service.errors import BadRequestError
 from service.hints import read_headers
 from service.intake import BodyFacts, Rules, read_body, read_light_body

@@ -17,7 +17,7 @@ import structlog
 from starlette.types import Message
 from structlog.testing import capture_logs
 
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from service.forward_config import ForwardConfig
 from service.listener import ListenError, listen
 from service.open_files import allow_open_files, files_needed

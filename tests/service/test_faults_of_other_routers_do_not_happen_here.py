@@ -15,7 +15,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from service.forward_config import ForwardConfig
 from tests.service.live import Live, serving, until
 from tests.service.raw_worker import Got, RawWorker, chunk, events_head, whole

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from tests.clock import run_virtual
 from tests.service.stage import (
     DONE,

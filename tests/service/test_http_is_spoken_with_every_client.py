@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from service.settings import ServerConfig
 from tests.service.live import Live, mock, serving_mocks, until
 

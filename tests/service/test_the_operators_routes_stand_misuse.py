@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from service import admin
 from service.auth_settings import AuthConfig
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from service.secrets import Secret
 from service.settings import ServerConfig
 from tests.service.live import Live, mock, serving_mocks

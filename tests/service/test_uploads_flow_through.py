@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from service.errors import BadRequestError
 from service.uploads import MODEL_BYTES_MAX, ModelField
 from tests.service.live import until

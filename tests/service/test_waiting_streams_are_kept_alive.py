@@ -8,7 +8,7 @@ import json
 import httpx
 
 from service.control.config import ControlConfig, PolicyName
-from service.edge import EdgeConfig
+from service.edge_config import EdgeConfig
 from tests.asgi import Exchange
 from tests.clock import run_virtual
 from tests.service.stage import DONE, HandlerTransport, Stage, answer, completion, event, stream

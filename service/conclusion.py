@@ -1,0 +1,61 @@
+"""1 edge, how a proxied request ended: what its record says of it, and the tokens it cost."""
+
+from __future__ import annotations
+
+from service.asgi import Place
+from service.errors import BidgateError, ClientGoneError, RefusedError
+from service.exchange import Exchange
+from service.surface import Way
+
+
+def conclude(exchange: Exchange, error: BaseException | None, now_s: float) -> None:
+    """Note in a request's record how it ended: by an error of ours, or None."""
+    reply, record = exchange.reply, exchange.record
+    placement = reply.placement
+    record.e2e_s = now_s - exchange.arrival_s
+    if placement is not None:
+        _note_place(exchange, placement)
+    elif error is not None:
+        record.outcome = "refused" if isinstance(error, RefusedError) else "failed"
+    if isinstance(error, BidgateError):
+        record.status = reply.status or error.status
+        record.reason = error.cause
+        if isinstance(error, ClientGoneError):
+            record.status, record.outcome = error.status, "cancelled"
+        elif isinstance(error, RefusedError):
+            record.outcome = "refused"
+        elif placement is not None:
+            record.outcome = "failed"
+    elif reply.status:
+        record.status = reply.status
+
+
+def _note_place(exchange: Exchange, placement: Place) -> None:
+    """Take over what its place at a worker knows."""
+    record = exchange.record
+    record.worker = placement.worker_id
+    record.prefill_worker = placement.prefill_id
+    record.starts = placement.starts
+    if not record.light:
+        record.queued_s, record.price = placement.queued_s, placement.price()
+        record.price_batch, record.price_kv = placement.prices
+    elif exchange.route.way is Way.LIGHT:
+        record.prompt_tokens = placement.told_prompt_tokens
+    record.decode_tokens = placement.decode_tokens
+    record.outcome = placement.outcome
+    if placement.first_token_s is not None:
+        record.ttft_s = placement.first_token_s - exchange.arrival_s
+
+
+def tokens_spent(exchange: Exchange) -> int:
+    """Tokens that a request cost its tenant; one that never started cost nothing.
+
+    Prompts cost what the answer says, else the estimate. To ask again for a stored response costs
+    no prompt.
+    """
+    record, placement = exchange.record, exchange.reply.placement
+    if placement is None or not record.starts:
+        return 0
+    told = None if record.light else placement.told_prompt_tokens
+    prompt_tokens = record.prompt_tokens if told is None else told
+    return (prompt_tokens or 0) + (record.decode_tokens or 0)
