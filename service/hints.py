@@ -85,7 +85,11 @@ def read_headers(headers: RawHeaders) -> HeaderFacts:
 def _value(named: dict[bytes, bytes]) -> float | None:
     value = _number(named, VALUE)
     if value is not None:
-        return min(value, VALUE_MAX)
+        if value > VALUE_MAX:
+            # A priority is cut, as vLLM takes any; this header is ours, and a cut would hide that
+            # 100 is worth no more than 64.
+            raise BadRequestError(f"header {VALUE[0].decode()} must be at most {VALUE_MAX:g}")
+        return value
     name = next((name for name in PRIORITY if name in named), None)
     if name is None:
         return None

@@ -45,7 +45,7 @@ from service.settings_text import SettingsError, listed, nearest, read_yaml
 from service.tls import Certificate, TlsVersion, server_context, worker_context
 from service.tracing_config import TracingConfig, require_otel
 from service.worker_config import WorkerConfig
-from service.worker_settings import FleetConfig, WorkerEntry, WorkerSettings, worker_config
+from service.worker_settings import FleetConfig, WorkerEntry, WorkerLists, WorkerSettings
 
 ENV_PREFIX: Final = "BIDGATE_"
 
@@ -259,21 +259,12 @@ class Settings(BaseSettings):
         Raises:
             SettingsError: a URL is none, a name is given twice, or there is no worker at all.
         """
-        given = [
-            *self.workers,
-            *(WorkerSettings(url=url, role=Role.PREFILL) for url in self.prefill_workers),
-            *(WorkerSettings(url=url, role=Role.DECODE) for url in self.decode_workers),
-        ]
-        try:
-            workers = tuple(
-                rank for one in given for rank in worker_config(one, self.fleet).ranks()
-            )
-        except ValueError as error:
-            raise SettingsError(f"workers: {error}") from error
-        names = [worker.worker_id for worker in workers]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise SettingsError(f"workers: {twice} is listed twice")
+        workers = WorkerLists(
+            workers=self.workers,
+            prefill_workers=self.prefill_workers,
+            decode_workers=self.decode_workers,
+            file=self.config,
+        ).configs(self.fleet)
         if not workers and not self.mock.workers and not self._finds_workers:
             raise SettingsError("no workers: give --workers URL... or --mock N")
         self._check_roles(workers)

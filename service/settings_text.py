@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -131,6 +131,14 @@ def describe(error: ValidationError, known: Iterable[str] = (), path: Path | Non
     return f"{prefix}{words} (and {more} more)" if more else f"{prefix}{words}"
 
 
+def line_of_entry(path: Path, setting: str, text: str) -> int | None:
+    """The last line below a setting whose value is the text, or names it among other words."""
+    node = _compose(path)
+    found = None if node is None else _child(node, setting)
+    lines = [] if found is None else [*_lines_with(found[1], text)]
+    return lines[-1] if lines else None
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A question that suggests the nearest known name, or nothing."""
     names = {
@@ -156,10 +164,7 @@ def _words(problem: ErrorDetails, name: str, known: Iterable[str]) -> str:
 
 def _line_of(path: Path, where: Sequence[str | int], message: str) -> int | None:
     """The line of a setting in a file; None when the file does not have it."""
-    try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None
+    node = _compose(path)
     line: int | None = None
     for part in where:
         found = _child(node, part)
@@ -172,6 +177,26 @@ def _line_of(path: Path, where: Sequence[str | int], message: str) -> int | None
         named = [key for key, _ in node.value if str(key.value) in message]
         line = named[0].start_mark.line + 1 if named else line
     return line
+
+
+def _compose(path: Path) -> yaml.Node | None:
+    """The file's nodes with their places; None where it cannot be read."""
+    try:
+        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+
+
+def _lines_with(node: yaml.Node, text: str) -> Iterator[int]:
+    if isinstance(node, yaml.ScalarNode):
+        if node.value == text or text in node.value.replace(",", " ").split():
+            yield node.start_mark.line + 1
+    elif isinstance(node, yaml.SequenceNode):
+        for entry in node.value:
+            yield from _lines_with(entry, text)
+    elif isinstance(node, yaml.MappingNode):
+        for _, value in node.value:
+            yield from _lines_with(value, text)
 
 
 def _child(node: yaml.Node | None, part: str | int) -> tuple[yaml.Node, yaml.Node] | None:

@@ -6,6 +6,7 @@ discovery source and in the body of the admin API; `worker_config` makes the pla
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, TypeAlias
@@ -15,6 +16,7 @@ from pydantic import ConfigDict
 from service.address_guard import check_url
 from service.control.events import Role
 from service.secrets import Secret
+from service.settings_text import SettingsError, line_of_entry
 from service.worker_config import RANKS_MAX, WorkerConfig
 
 
@@ -106,6 +108,56 @@ def from_template(url: str, worker_id: str | None, template: WorkerTemplate) -> 
     """One worker of a group that shares a template."""
     common = {spec.name: getattr(template, spec.name) for spec in fields(WorkerTemplate)}
     return WorkerSettings(url=url, id=worker_id, **common)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLists:
+    """The workers of the settings, as they were given.
+
+    Attributes:
+        workers: of any role. prefill_workers, decode_workers: of one.
+        file: that they may have come from.
+    """
+
+    workers: tuple[WorkerEntry, ...]
+    prefill_workers: tuple[str, ...]
+    decode_workers: tuple[str, ...]
+    file: Path | None = None
+
+    def configs(self, fleet: FleetConfig) -> tuple[WorkerConfig, ...]:
+        """The plain values of all of them, ranks apart.
+
+        Raises:
+            SettingsError: a URL is none, or a name is given twice; with file and line where the
+                file has that entry.
+        """
+        known: dict[str, WorkerConfig] = {}
+        for setting, entry in self._entries():
+            try:
+                for rank in worker_config(entry, fleet).ranks():
+                    if rank.worker_id in known:
+                        raise ValueError(f"{rank.worker_id} is listed twice")
+                    known[rank.worker_id] = rank
+            except ValueError as error:
+                raise SettingsError(f"{self._place(setting, entry)}{setting}: {error}") from error
+        return tuple(known.values())
+
+    def _entries(self) -> Iterator[tuple[str, WorkerSettings]]:
+        for one in self.workers:
+            yield "workers", WorkerSettings(url=one) if isinstance(one, str) else one
+        for url in self.prefill_workers:
+            yield "prefill_workers", WorkerSettings(url=url, role=Role.PREFILL)
+        for url in self.decode_workers:
+            yield "decode_workers", WorkerSettings(url=url, role=Role.DECODE)
+
+    def _place(self, setting: str, entry: WorkerSettings) -> str:
+        """Where the file has the entry, as a prefix; nothing for what a flag gave."""
+        if self.file is None:
+            return ""
+        words = (entry.url,) if entry.id is None else (entry.id, entry.url)
+        found = (line_of_entry(self.file, setting, word) for word in words)
+        line = next((line for line in found if line is not None), None)
+        return "" if line is None else f"{self.file}:{line}: "
 
 
 def worker_config(entry: WorkerEntry, fleet: FleetConfig) -> WorkerConfig:

@@ -88,11 +88,13 @@ def test_messages_that_are_no_list_are_a_400() -> None:
         {"x-bidgate-decode-tokens": "-3"},
         {"x-bidgate-value": "nan"},
         {"x-bidgate-value": "0"},
+        {"x-bidgate-value": "64.5"},
+        {"x-bidgate-value": "100"},
         {"x-bidgate-max-wait-ms": "inf"},
     ],
     ids=str,
 )
-def test_a_hint_that_is_no_positive_number_is_a_400(headers: dict[str, str]) -> None:
+def test_a_hint_that_is_no_number_in_its_range_is_a_400(headers: dict[str, str]) -> None:
     exchange, worker, _ = send(completion(), headers=headers)
     assert exchange.status == 400
     assert next(iter(headers)) in exchange.error["message"]

@@ -256,6 +256,15 @@ def test_an_unknown_variable_names_the_nearest(
         ("workers: [{url: 'http://a', id: '" + "x" * 600 + "'}]", ("id", "512")),
         ("workers: [{url: 'http://a', api_key: \"k\\r\\nx: y\"}]", ("api_key", "printable")),
         ("workers: ['http://a?b=c']", ("url", "a?b=c")),
+        ("workers: [a:1]", ("b.yaml:1: workers: ", "http(s)://", "a:1")),
+        ("workers:\n  - http://b:1\n  - a:1", ("b.yaml:3: workers: ", "a:1")),
+        ("workers:\n  - http://b:1\n  - {url: a:1}", ("b.yaml:3: workers: ", "a:1")),
+        ("workers:\n  - http://b:1\n  - id: x\n    url: a:1", ("b.yaml:3: workers: ", "a:1")),
+        ("server: {}\nworkers: 'http://b:1 a:1'", ("b.yaml:2: workers: ", "a:1")),
+        ("workers: [http://169.254.169.254]", ("b.yaml:1: workers: ", "169.254.169.254")),
+        ("workers:\n  - http://a:1\n  - http://a:1", ("b.yaml:3: workers: ", "twice")),
+        ("server: {}\nprefill_workers: [a:1]", ("b.yaml:2: prefill_workers: ", "a:1")),
+        ("workers: [http://b:1]\ndecode_workers: [a:1]", ("b.yaml:2: decode_workers: ", "a:1")),
         ("workers: ['http://a#b']", ("url", "a#b")),
         ("workers: ['http://caf\u00e9:1']", ("url",)),
         ("auth: {keys: [{key: k}, {key: l}, {key: k}]}", ("entry 3", "entry 1")),
@@ -269,6 +278,15 @@ def test_a_mistake_in_the_file_is_one_line(
     file = write(tmp_path / "b.yaml", text)
     line = complaint(capsys, "serve", "--mock", "1", "--config", file)
     assert all(word in line for word in words)
+
+
+def test_a_workers_mistake_in_a_flag_is_not_blamed_on_the_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = write(tmp_path / "b.yaml", "workers: [http://b:1]")
+    line = complaint(capsys, "check-config", "--config", file, "--workers", "a:1")
+    assert "b.yaml" not in line
+    assert "a:1" in line
 
 
 def numbers_in(group: object, prefix: str = "") -> Iterator[str]:
