@@ -63,6 +63,7 @@ class LengthPredictor:
         # A cell is as wide as the step to the next grid point.
         self._width = self._grid * (2.0 ** (1.0 / GRID_PER_OCTAVE) - 1.0)
         rows = 2 + GROUPS_MAX + LEAVES_MAX
+        self._used = 2
         self._counts = np.zeros((rows, self._grid.size))
         self._pools: dict[str, int] = {}
         self._leaves: OrderedDict[tuple[str, str, int], int] = OrderedDict()
@@ -111,7 +112,7 @@ class LengthPredictor:
         above: list[int] = []
         if request.group:
             if request.group not in self._pools and len(self._pools) < GROUPS_MAX:
-                self._pools[request.group] = 2 + len(self._pools)
+                self._pools[request.group] = self._new_pool()
             if request.group in self._pools:
                 above.append(self._pools[request.group])
         for key in self._keys(request):
@@ -149,12 +150,8 @@ class LengthPredictor:
     def frozen(self) -> LengthPredictor:
         """The same knowledge, for `remaining` alone, while this one goes on learning."""
         other = copy(self)
-        other._above = self._above.copy()
-        # What nobody learned stays zero, and costs nothing.
-        other._sums = np.zeros_like(self._sums)
-        groups, leaves = 2 + len(self._pools), 2 + GROUPS_MAX + len(self._leaves)
-        other._sums[:, :groups] = self._sums[:, :groups]
-        other._sums[:, 2 + GROUPS_MAX : leaves] = self._sums[:, 2 + GROUPS_MAX : leaves]
+        other._above = self._above[: self._used].copy()
+        other._sums = self._sums[:, : self._used].copy()
         other._alive, other._work = other._sums
         return other
 
@@ -195,6 +192,11 @@ class LengthPredictor:
         by_length = (group, request.fingerprint, octave)
         return [(group, request.fingerprint, -1), by_length] if request.fingerprint else [by_length]
 
+    def _new_pool(self) -> int:
+        """The next unused pool: those in use are the first rows, so that few need be copied."""
+        self._used += 1
+        return self._used - 1
+
     def _leaf(self, key: tuple[str, str, int]) -> int:
         """The pool of a key, made anew from the least recently used one when there is no other.
 
@@ -202,10 +204,11 @@ class LengthPredictor:
         """
         pool = self._leaves.get(key)
         if pool is None:
-            pool = 2 + GROUPS_MAX + len(self._leaves)
             if len(self._leaves) == LEAVES_MAX:
                 pool = self._leaves.popitem(last=False)[1]
                 self._counts[pool] = self._alive[pool] = self._work[pool] = 0.0
+            else:
+                pool = self._new_pool()
             self._leaves[key] = pool
         self._leaves.move_to_end(key)
         return pool
