@@ -20,7 +20,12 @@ CALM_SHARE: Final = 0.15
 """Of the run, at its beginning and at its end: no fault begins."""
 DECODE_TOKENS_MAX: Final = 24
 LONG_DECODE_TOKENS: Final = 150
+LEAVE_S: Final = (0.0, 3.0)
+"""After which time a client leaves that does leave."""
+DAWDLE_S: Final = (0.1, 2.0)
+"""How long a client stops reading that does stop."""
 BLACKOUT_S: Final = 1.0
+"""In the middle of a run no worker answers."""
 DURATIONS_S: Final[dict[Fault, tuple[float, float]]] = {
     Fault.KILL: (0.2, 3.0),
     Fault.RESTART: (0.0, 0.0),
@@ -128,7 +133,14 @@ LIGHT: Final = frozenset(
 """Kinds that a worker answers without a place in its batch."""
 STORED: Final = frozenset({Kind.SHOWN, Kind.DELETED})
 """Kinds that are about a response of before."""
-SEQUENCES: Final[dict[Kind, int]] = {Kind.PARALLEL: 2, Kind.BATCH: 3, Kind.ID_BATCH: 4}
+ID_BATCH_LENGTHS: Final = (5, 40, 300, 2000)
+"""Tokens of the prompts of one batch of token ids."""
+SEQUENCES: Final[dict[Kind, int]] = {
+    Kind.PARALLEL: 2,
+    Kind.BATCH: 3,
+    Kind.ID_BATCH: len(ID_BATCH_LENGTHS),
+}
+"""Sequences of the kinds that have several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +222,8 @@ def plan_requests(spec: ChaosSpec) -> list[PlannedRequest]:
     while budget > 0:
         kind = rng.choices(kinds, weights)[0]
         tokens = LONG_DECODE_TOKENS if kind is Kind.LONG else rng.randint(1, DECODE_TOKENS_MAX)
-        leave_s = rng.uniform(0.0, 3.0) if rng.random() < spec.leave_share else None
-        dawdle_s = rng.uniform(0.1, 2.0) if rng.random() < spec.dawdle_share else 0.0
+        leave_s = rng.uniform(*LEAVE_S) if rng.random() < spec.leave_share else None
+        dawdle_s = rng.uniform(*DAWDLE_S) if rng.random() < spec.dawdle_share else 0.0
         drawn.append((kind, tokens, leave_s, dawdle_s))
         if kind not in UNSERVED | LIGHT:
             budget -= SEQUENCES.get(kind, 1) * (tokens + 1)

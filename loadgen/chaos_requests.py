@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from loadgen.chaos_plan import STORED, Kind
+from loadgen.chaos_plan import ID_BATCH_LENGTHS, SEQUENCES, STORED, Kind
 
 if TYPE_CHECKING:
     from loadgen.chaos_plan import PlannedRequest
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 MODEL: Final = "mock"
 IMPATIENT_MS: Final = 300
 DEADLINE_MS: Final = 1500
+ID_PROMPT_TOKENS: Final = 40
 TOO_LARGE_TOKENS: Final = 600_000
 LARGE_BYTES: Final = 1024 * 1024
 AUDIO_BYTES: Final = 200_000
@@ -98,7 +99,7 @@ def _hints(request: PlannedRequest) -> dict[str, str]:
 def _body(request: PlannedRequest) -> bytes:
     match request.kind:
         case Kind.NOT_JSON:
-            return b'{"model": "mock", "prompt": '
+            return f'{{"model": "{MODEL}", "prompt": '.encode()
         case Kind.AUDIO:
             return _form(request.index)
         case Kind.EMBEDDING:
@@ -130,7 +131,7 @@ def _generating(request: PlannedRequest) -> dict[str, object]:
     else:
         body["prompt"] = _prompt(request)
     if kind is Kind.PARALLEL:
-        body["n"] = 2
+        body["n"] = SEQUENCES[kind]
     if kind is Kind.LARGE_BODY:
         body["user"] = "x" * LARGE_BYTES
     return body
@@ -139,11 +140,11 @@ def _generating(request: PlannedRequest) -> dict[str, object]:
 def _prompt(request: PlannedRequest) -> object:
     match request.kind:
         case Kind.BATCH:
-            return ["one", "two", "three"]
+            return ["a text"] * SEQUENCES[request.kind]
         case Kind.ID_BATCH:
-            return [list(range(length)) for length in (5, 40, 300, 2000)]
+            return [list(range(length)) for length in ID_BATCH_LENGTHS]
         case Kind.TOKEN_IDS:
-            return list(range(40))
+            return list(range(ID_PROMPT_TOKENS))
         case Kind.TOO_LARGE:
             return [7] * TOO_LARGE_TOKENS
         case _:

@@ -18,7 +18,9 @@ ASKING: Final = 3
 OPEN_FILES_SLACK: Final = 4
 TASKS_SLACK: Final = 2
 CODES_MAX: Final = 12
-"""Status codes a run can bring about: each is a series, seen when it first occurs."""
+"""Status codes a run can bring about: each is seen when it first occurs."""
+SERIES_PER_CODE: Final = 2
+"""A count, and when it began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,8 @@ class Books:
         tasks, open_files: of the process; memory_mib: resident.
         waiting, running, imbalance: of the queue.
         active, kv_tokens: of the ledger, over all workers.
-        entered, ended, answered, retries, returns, errors: counters since the start.
+        entered, ended, answered, retries, returns, errors, fallbacks: counters since the
+            start.
         workers: names of workers on the page.
     """
 
@@ -146,7 +149,7 @@ def troubles(report: ChaosReport) -> list[str]:
             after.open_files <= before.open_files + asking + OPEN_FILES_SLACK
         ),
         f"series grew from {early} to {after.series - after.codes} and {after.codes} of codes": (
-            after.series - after.codes <= early and after.codes <= 2 * CODES_MAX
+            after.series - after.codes <= early and after.codes <= SERIES_PER_CODE * CODES_MAX
         ),
         f"{after.workers} workers on the page, {before.workers} before": (
             after.workers == before.workers

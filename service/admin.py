@@ -25,6 +25,7 @@ from service.auth import ADMIN_PREFIX
 from service.discovery.desired import STATIC
 from service.discovery.following import Discovery
 from service.errors import (
+    REASON_HEADER,
     BadRequestError,
     BidgateError,
     BodyTooLargeError,
@@ -215,5 +216,5 @@ def _unknown(worker_id: str) -> NoSuchWorkerError:
 
 
 def _refusal(error: BidgateError) -> Response:
-    headers = {"content-type": "application/json", "x-bidgate-reason": error.cause}
+    headers = {"content-type": "application/json", REASON_HEADER: error.cause}
     return Response(error.body(), error.status, headers)

@@ -12,8 +12,8 @@ import orjson
 from starlette.types import Message, Receive, Send
 
 from service.control.events import Outcome
-from service.errors import Answer, BidgateError, ClientGoneError, error_body
-from service.headers import RawHeaders, first
+from service.errors import REASON_HEADER, Answer, BidgateError, ClientGoneError, error_body
+from service.headers import EVENT_STREAM, RawHeaders, is_compressed, media_type
 from service.interrupt import Interrupt
 
 
@@ -52,7 +52,7 @@ WRAPPED_BYTES_MAX: Final = 64 * 1024
 """Of an answer that has to become an event."""
 NO_STREAM: Final = Answer(502, "bad_gateway", "worker_broke")
 EARLY_HEADERS: Final = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"content-type", EVENT_STREAM + b"; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
@@ -91,14 +91,13 @@ class AsgiReply:
         When `comment` has begun the stream, they are too late: another stream just goes on in it,
         and any other answer becomes one event.
         """
-        plain = first(headers, b"content-encoding") in (None, b"identity")
-        events = (first(headers, b"content-type") or b"").startswith(b"text/event-stream")
+        events = media_type(headers) == EVENT_STREAM and not is_compressed(headers)
         if self._early:
-            if not (status == 200 and plain and events):
+            if not (status == 200 and events):
                 self._wrapped = bytearray()
             return
         self.status = status
-        self._takes_events = plain and events
+        self._takes_events = events
         headers = [*headers, (b"x-request-id", self._request_id)]
         if self._tells and self.placement is not None:
             headers += self._account(self.placement)
@@ -172,7 +171,7 @@ class AsgiReply:
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            (b"x-bidgate-reason", error.cause.encode()),
+            (REASON_HEADER.encode(), error.cause.encode()),
         ]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", str(error.retry_after_s).encode()))

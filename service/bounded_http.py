@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from service.errors import BAD_HTTP, HEAD_TOO_LARGE, HEAD_TOO_SLOW, Answer, error_body
+from service.errors import (
+    BAD_HTTP,
+    HEAD_TOO_LARGE,
+    HEAD_TOO_SLOW,
+    REASON_HEADER,
+    Answer,
+    error_body,
+)
 from service.headers import RawHeaders
 
 if TYPE_CHECKING:
@@ -225,8 +232,8 @@ def _by_hand(answer: Answer, why: str) -> bytes:
     body = error_body(why, answer)
     head = (
         b"content-type: application/json\r\nconnection: close\r\n"
-        b"x-bidgate-reason: %s\r\ncontent-length: %d\r\n\r\n"
-        % (str(answer.code).encode(), len(body))
+        b"%s: %s\r\ncontent-length: %d\r\n\r\n"
+        % (REASON_HEADER.encode(), str(answer.code).encode(), len(body))
     )
     return STATUS_LINE[answer.status] + head + body
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 from starlette.types import Message, Receive
 
 from service.control.events import Refusal
 from service.errors import RefusedError
-
-ASK_LATER_S: Final = 5
 
 
 class Claim:
@@ -35,7 +32,6 @@ class Claim:
             raise RefusedError(
                 Refusal.QUEUE_FULL,
                 f"the requests inside hold {budget.held} bytes already",
-                retry_after_s=ASK_LATER_S,
             )
         budget.held += size
         self.held += size

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ASK_LATER_S: Final = 5
+"""When a client that was refused may try again, where nothing better is known."""
+REASON_HEADER: Final = "x-bidgate-reason"
+"""Tells which error an answer of our own is, whatever the format of its body."""
 ANTHROPIC_TYPES: Final = MappingProxyType(
     {
         "server_error": "api_error",

@@ -12,6 +12,8 @@ RawHeaders: TypeAlias = list[tuple[bytes, bytes]]
 LENGTH_DIGITS_MAX: Final = 18
 LENGTH_MAX: Final = 10**LENGTH_DIGITS_MAX
 
+EVENT_STREAM: Final = b"text/event-stream"
+"""Media type of streams of server-sent events."""
 DATA_PARALLEL_RANK: Final = b"x-data-parallel-rank"
 """Pins a request to one data-parallel rank of a vLLM server."""
 
@@ -95,6 +97,17 @@ def first(headers: RawHeaders, name: bytes) -> bytes | None:
         if key == name:
             return value
     return None
+
+
+def media_type(headers: RawHeaders) -> bytes:
+    """The media type of a body in lower case, without parameters; nothing where none is told."""
+    return (first(headers, b"content-type") or b"").partition(b";")[0].strip().lower()
+
+
+def is_compressed(headers: RawHeaders) -> bool:
+    """Whether a body is encoded in any way."""
+    coding = first(headers, b"content-encoding") or b""
+    return coding.strip().lower() not in (b"", b"identity")
 
 
 def announced_bytes(headers: RawHeaders) -> int | None:

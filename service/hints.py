@@ -10,11 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from service.auth_settings import TENANT_CHARS_MAX
 from service.errors import BadRequestError
 from service.headers import RawHeaders
 from service.intake import COUNT_MAX, VALUE_MAX, priority_value
 
-TENANT_CHARS_MAX: Final = 128
 KEY_DIGEST_BYTES: Final = 6
 YES: Final = (b"1", b"true", b"yes")
 

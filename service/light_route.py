@@ -14,7 +14,7 @@ from service.call import Call
 from service.errors import UnknownResponseError
 from service.exchange import Exchange
 from service.forwarder import Forwarder
-from service.headers import announced_bytes, first, to_worker
+from service.headers import announced_bytes, first, media_type, to_worker
 from service.intake import read_light_body
 from service.light import LightPath, Wanted
 from service.owners import Owners
@@ -57,7 +57,7 @@ class LightRoute:
             ),
             trace=exchange.trace,
         )
-        media = (first(exchange.headers, b"content-type") or b"").partition(b";")[0].strip().lower()
+        media = media_type(exchange.headers)
         if media == FORM:
             await self._relay_form(call, exchange, self.config.pin(hints))
         elif media == JSON or media.endswith(b"+json"):

@@ -12,11 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.typing import FilteringBoundLogger
 
 from service.auth import ADMIN_PREFIX
-from service.errors import ClientError
+from service.errors import REASON_HEADER, ClientError
+from service.headers import first
 
 LOOKS: Final = ("GET", "HEAD", "OPTIONS")
 """Methods that change nothing."""
-REASON: Final = b"x-bidgate-reason"
 
 
 class OperatorLines:
@@ -47,7 +47,8 @@ class OperatorLines:
             nonlocal status, reason
             if message["type"] == "http.response.start":
                 status = message["status"]
-                reason = dict(message.get("headers", ())).get(REASON, b"").decode("latin-1")
+                headers = message.get("headers", ())
+                reason = (first(headers, REASON_HEADER.encode()) or b"").decode("latin-1")
             await send(message)
 
         try:

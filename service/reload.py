@@ -20,14 +20,13 @@ from structlog.typing import FilteringBoundLogger
 from watchfiles import awatch
 
 from service.settings import Settings
-from service.settings_text import SettingsError
+from service.settings_text import FILE_BYTES_MAX, SettingsError
 
 LOOK_S: Final = 5.0
 """How often files are looked at where no notice of a change comes, as on network file systems."""
 SETTLE_S: Final = 0.2
 """A file that changes within this time is still being written."""
 SETTLES_MAX: Final = 25
-FILE_BYTES_MAX: Final = 16 * 1024 * 1024
 NAMES_LOGGED_MAX: Final = 20
 
 LIVE: Final = (

@@ -12,7 +12,7 @@ from service.call import Call, Place, Reply
 from service.control.events import Outcome
 from service.errors import BidgateError, ClientGoneError, WorkerBrokeError, WorkerLateError
 from service.forward_config import ForwardConfig
-from service.headers import first, to_client
+from service.headers import EVENT_STREAM, first, is_compressed, media_type, to_client
 from service.interrupt import Watchdog
 from service.sse import Meter, UsageReader, meter_of
 from service.surface import Api
@@ -54,12 +54,11 @@ class ResponseRelay:
             WorkerBrokeError: it broke off.
         """
         headers = to_client(response.headers.raw)
-        plain = first(headers, b"content-encoding") in (None, b"identity")
-        events = (first(headers, b"content-type") or b"").startswith(b"text/event-stream")
+        plain = not is_compressed(headers)
         if response.status_code >= 400:
             self.placement.outcome = Outcome.FAILED
         self.worker_broke = is_broken(response.status_code)
-        if events:
+        if media_type(headers) == EVENT_STREAM:
             if first(headers, b"x-accel-buffering") is None:
                 headers.append((b"x-accel-buffering", b"no"))
             # Into compressed bytes no error event can be written, nor tokens counted in them.

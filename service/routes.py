@@ -11,12 +11,11 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from service.errors import Answer, error_body
+from service.errors import REASON_HEADER, Answer, error_body
 from service.queue_stats import QueueStats
 from service.surface import ALIVE_PATHS, READY_PATHS
 from service.telemetry import Telemetry
 
-REASON_HEADER: Final = "x-bidgate-reason"
 FALLING_BACK: Final = "decisions are first come first served: the policy fails or is too slow"
 
 

@@ -26,7 +26,7 @@ from service.errors import (
     ClientGoneError,
     EncodedBodyError,
 )
-from service.headers import RawHeaders, announced_bytes, first
+from service.headers import RawHeaders, announced_bytes, is_compressed
 from service.interrupt import Interrupt
 
 CHUNKS_AHEAD: Final = 2
@@ -69,8 +69,7 @@ def check_plain(headers: RawHeaders) -> None:
     Raises:
         EncodedBodyError: it is one.
     """
-    coding = first(headers, b"content-encoding") or b""
-    if coding.strip().lower() not in (b"", b"identity"):
+    if is_compressed(headers):
         raise EncodedBodyError("the body has a content-encoding; send it as it is")
 
 

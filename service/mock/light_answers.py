@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from service.mock.worker_config import MockWorkerConfig
 
 SPREAD: Final = 2654435761
-"""Knuth's multiplicative hash: 2**32 over the golden ratio."""
+"""Knuth's multiplicative hash: WORD over the golden ratio."""
+WORD: Final = 2**32
 _Body = TypeVar("_Body", bound=LightBody)
 
 
@@ -67,25 +68,19 @@ class LightAnswers:
         if not 1 <= size <= EMBEDDING_SIZE:
             message = f"dimensions must be in 1..{EMBEDDING_SIZE}, got {size}"
             raise ApiError(400, message, param="dimensions")
+        vectors = _vectors(prompts, size, body)
         data = [
-            {
-                "index": index,
-                "object": "embedding",
-                "embedding": _encoded(_vector(prompt, size), body.encoding_format),
-            }
-            for index, prompt in enumerate(prompts)
+            {"index": index, "object": "embedding", "embedding": vector}
+            for index, vector in enumerate(vectors)
         ]
         return self._list(f"embd-{name}", data, prompts)
 
     def _pooling(self, raw: bytes, name: str) -> dict[str, object]:
         body, prompts = self._inputs(raw)
+        vectors = _vectors(prompts, EMBEDDING_SIZE, body)
         data = [
-            {
-                "index": index,
-                "object": "pooling",
-                "data": _encoded(_vector(prompt, EMBEDDING_SIZE), body.encoding_format),
-            }
-            for index, prompt in enumerate(prompts)
+            {"index": index, "object": "pooling", "data": vector}
+            for index, vector in enumerate(vectors)
         ]
         return self._list(f"pooling-{name}", data, prompts)
 
@@ -209,7 +204,7 @@ def _key(prompt: Sequence[int]) -> int:
 
 def _share(key: int) -> float:
     """A number in [0, 1), far from that of a key nearby."""
-    return (key * SPREAD % 2**32) / 2**32
+    return (key * SPREAD % WORD) / WORD
 
 
 def _vector(prompt: Sequence[int], size: int) -> list[float]:
@@ -218,6 +213,13 @@ def _vector(prompt: Sequence[int], size: int) -> list[float]:
     raw = [_share(zlib.crc32(f"{key} {index}".encode())) - 0.5 for index in range(size)]
     norm = math.sqrt(sum(each * each for each in raw)) or 1.0
     return [each / norm for each in raw]
+
+
+def _vectors(
+    prompts: Sequence[Sequence[int]], size: int, body: InputBody
+) -> list[list[float] | str]:
+    """One vector a prompt, encoded as the body asks."""
+    return [_encoded(_vector(prompt, size), body.encoding_format) for prompt in prompts]
 
 
 def _encoded(vector: Sequence[float], encoding: str) -> list[float] | str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from service.listener import BACKLOG
 from service.mock.worker import MockServer
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ KEEPALIVE_S: Final = 5
 """vLLM closes idle connections after this long."""
 SHUTDOWN_S: Final = 2
 """How long clients may take to read what was sent to them before a server ends."""
-BACKLOG: Final = 2048
 
 
 class MockHttpServer(uvicorn.Server):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from service.mock.protocol import Asked, Reader
 
 STORED_MAX: Final = 10_000
+"""Answers that are kept; a real engine keeps all of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,31 @@ def test_events_pass_one_by_one_as_they_come() -> None:
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "Text/Event-Stream;charset=UTF-8"},
+        {"content-type": " text/event-stream ", "content-encoding": "Identity"},
+    ],
+)
+def test_a_stream_is_known_by_its_media_type_in_any_spelling(headers: dict[str, str]) -> None:
+    """RFC 9110, 8.3.1 and 8.4.1: both are case-insensitive."""
+
+    async def handler(_: httpx.Request) -> httpx.Response:
+        parts = TimedStream(((1.0, event("a")), (1.0, httpx.ReadError("cut"))))
+        return httpx.Response(200, headers=headers, stream=parts)
+
+    async def scenario() -> None:
+        async with Stage({"a": HandlerTransport(handler)}).open() as stage:
+            exchange = await stage.post(completion(stream=True))
+        assert exchange.header("x-accel-buffering") == "no"
+        assert exchange.chunks[0] == (1.0, event("a"))
+        assert b'"error"' in exchange.body
+        assert exchange.complete
+
+    run_virtual(scenario())
+
+
 def test_the_query_string_goes_along() -> None:
     async def scenario() -> None:
         worker = HandlerTransport(plain)
