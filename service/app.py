@@ -46,7 +46,7 @@ from service.settings import MockConfig, Settings
 from service.settings_text import SettingsError
 from service.state_series import Sources
 from service.telemetry import Telemetry
-from service.tls import renew, worker_context
+from service.tls import WorkerTls
 from service.trace import NoTracer, Tracer
 from service.tracing_config import TracingConfig
 from service.ways import Doors, Ways, make_ways
@@ -171,7 +171,7 @@ class _Parts:
     door: Door
     inside: Inside
     tracer: Tracer
-    worker_tls: ssl.SSLContext | None
+    worker_tls: WorkerTls
 
 
 def _build_parts(settings: Settings) -> _Parts:
@@ -186,12 +186,12 @@ def _build_parts(settings: Settings) -> _Parts:
         stopwatch=time.perf_counter,
         log=log,
     )
-    worker_tls = worker_context(settings.fleet)
+    worker_tls = WorkerTls(settings.fleet)
     open_transport = partial(
         WorkerTransport,
         keepalive_s=settings.forward.keepalive_s,
         link_local=settings.fleet.allow_link_local,
-        tls=worker_tls,
+        tls=lambda: worker_tls.context,
     )
     client = make_client(open_transport(), connect_timeout_s=settings.forward.connect_timeout_s)
     fleet = Fleet((), settings.watch, client, queue.publish)
@@ -269,8 +269,7 @@ class _Applier:
             certificate = settings.server.certificate()
             if certificate is not None and self._tls is not None:
                 certificate.load(self._tls)
-            if parts.worker_tls is not None:
-                renew(parts.worker_tls, settings.fleet)
+            parts.worker_tls.renew(settings.fleet)
         except SettingsError as error:
             # They were good a moment ago, when they were checked.
             parts.log.error("settings_not_applied", reason=str(error))

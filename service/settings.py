@@ -97,8 +97,11 @@ class ServerConfig:
             raise ValueError("client_keepalive_s must be at least 1 and drain_s at least 0")
         if self.head_bytes_max < 1024 or not self.head_timeout_s > 0:
             raise ValueError("head_bytes_max must be at least 1024, head_timeout_s positive")
-        if self.tls_cert_file is None and (self.tls_key_file or self.tls_client_ca_file):
-            raise ValueError("tls_key_file and tls_client_ca_file need a tls_cert_file")
+        others = self.tls_key_file or self.tls_key_password or self.tls_client_ca_file
+        if self.tls_cert_file is None and others:
+            raise ValueError(
+                "tls_key_file, tls_key_password and tls_client_ca_file need a tls_cert_file"
+            )
 
     def certificate(self) -> Certificate | None:
         """The listener's certificate; None where plain HTTP is served."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from enum import StrEnum
+from hashlib import sha256
 from pathlib import Path
 
 from service.secrets import note_file
@@ -100,22 +101,65 @@ def worker_context(fleet: FleetConfig) -> ssl.SSLContext | None:
     context.set_alpn_protocols(["http/1.1"])
     if fleet.worker_ca_file is None:
         context.load_default_certs()
-    renew(context, fleet)
+    else:
+        _trust(context, fleet.worker_ca_file, "fleet.worker_ca_file")
+    if fleet.worker_client_cert_file is not None:
+        password = fleet.worker_client_key_password
+        Certificate(
+            fleet.worker_client_cert_file,
+            fleet.worker_client_key_file,
+            None if password is None else password.get_secret_value(),
+            "fleet.worker_client_cert_file",
+        ).load(context)
     return context
 
 
-def renew(context: ssl.SSLContext, fleet: FleetConfig) -> None:
-    """Read the files of a context for workers again; an authority that was trusted stays so.
+class WorkerTls:
+    """The context for connections to workers that are made from now on.
+
+    A context never forgets an authority, so files that changed make a new one. Connections of the
+    context before it serve what runs on them and nothing else (worker_link.py).
+
+    Args:
+        fleet: the settings that name the files.
+
+    Attributes:
+        context: None where the system's will do.
 
     Raises:
         SettingsError: a file cannot be used.
     """
-    if fleet.worker_client_cert_file is not None:
-        setting = "fleet.worker_client_cert_file"
-        files = fleet.worker_client_cert_file, fleet.worker_client_key_file
-        Certificate(*files, None, setting).load(context)
-    if fleet.worker_ca_file is not None:
-        _trust(context, fleet.worker_ca_file, "fleet.worker_ca_file")
+
+    def __init__(self, fleet: FleetConfig) -> None:
+        self.context = worker_context(fleet)
+        self._made_of = _tls_digest(fleet)
+
+    def renew(self, fleet: FleetConfig) -> None:
+        """Look at the settings and their files again; what did not change keeps its connections.
+
+        Raises:
+            SettingsError: a file cannot be used; the context stays.
+        """
+        made_of = _tls_digest(fleet)
+        if made_of != self._made_of:
+            self.context = worker_context(fleet)
+            self._made_of = made_of
+
+
+def _tls_digest(fleet: FleetConfig) -> bytes:
+    """What a context for workers is made of."""
+    digest = sha256()
+    files = fleet.worker_ca_file, fleet.worker_client_cert_file, fleet.worker_client_key_file
+    for path in files:
+        digest.update(f"{path}\0".encode())
+        if path is not None:
+            try:
+                digest.update(sha256(path.read_bytes()).digest())
+            except OSError:
+                digest.update(b"unreadable")
+    password = fleet.worker_client_key_password
+    digest.update(b"" if password is None else password.get_secret_value().encode())
+    return digest.digest()
 
 
 def _trust(context: ssl.SSLContext, ca_file: Path, setting: str) -> None:

@@ -6,7 +6,7 @@ One pool per worker, as a shared pool is scanned in full at every request.
 from __future__ import annotations
 
 import ssl
-from collections.abc import ItemsView
+from collections.abc import Callable, ItemsView
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -40,6 +40,21 @@ class _Response(aiohttp.ClientResponse):
         return self
 
 
+def _requests_over(tls: Callable[[], ssl.SSLContext | None]) -> type[aiohttp.ClientRequest]:
+    """Requests that ask for their TLS context when they are made.
+
+    The pool tells connections apart by it, so a new context never gets an old connection.
+    """
+
+    class Request(aiohttp.ClientRequest):
+        def __init__(self, *args: object, **options: object) -> None:
+            context = tls()
+            options["ssl"] = True if context is None else context
+            super().__init__(*args, **options)  # type: ignore[arg-type]
+
+    return Request
+
+
 class _EachHeader(httpx.Headers):
     """Headers whose repeated names stay repeated when they are copied.
 
@@ -67,11 +82,16 @@ class WorkerTransport(AiohttpTransport):
     Args:
         keepalive_s: idle connections are dropped after this.
         link_local: whether names may lead to link-local and metadata addresses.
-        tls: for workers at https; None trusts whom the system trusts.
+        tls: tells the context for a request to a worker at https; None trusts whom the system
+            trusts. Connections of another context are not used again, and end when they idle.
     """
 
     def __init__(
-        self, *, keepalive_s: float, link_local: bool = True, tls: ssl.SSLContext | None = None
+        self,
+        *,
+        keepalive_s: float,
+        link_local: bool = True,
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
         def open_session() -> aiohttp.ClientSession:
             return aiohttp.ClientSession(
@@ -79,12 +99,12 @@ class WorkerTransport(AiohttpTransport):
                     limit=0,
                     keepalive_timeout=keepalive_s,
                     resolver=None if link_local else GuardedResolver(),
-                    ssl=True if tls is None else tls,
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=AUTO_HEADERS,
                 trust_env=False,
                 auto_decompress=False,
+                request_class=_requests_over(tls),
                 response_class=_Response,
             )
 

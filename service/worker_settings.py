@@ -37,6 +37,7 @@ class FleetConfig:
         worker_client_cert_file: PEM certificate that bidgate shows to workers that want one.
         worker_client_key_file: PEM private key; left out when it stands in
             worker_client_cert_file.
+        worker_client_key_password: of that private key.
     """
 
     max_num_seqs: int = 256
@@ -46,6 +47,7 @@ class FleetConfig:
     worker_ca_file: Path | None = None
     worker_client_cert_file: Path | None = None
     worker_client_key_file: Path | None = None
+    worker_client_key_password: Secret | None = None
 
     def __post_init__(self) -> None:
         """Refuse a batch of nothing, and no rank at all."""
@@ -54,8 +56,12 @@ class FleetConfig:
         if not 1 <= self.data_parallel_size <= RANKS_MAX:
             given = self.data_parallel_size
             raise ValueError(f"data_parallel_size must be in 1..{RANKS_MAX}, got {given}")
-        if self.worker_client_key_file and not self.worker_client_cert_file:
-            raise ValueError("worker_client_key_file needs a worker_client_cert_file")
+        key = self.worker_client_key_file or self.worker_client_key_password
+        if key and not self.worker_client_cert_file:
+            raise ValueError(
+                "worker_client_key_file and worker_client_key_password need a "
+                "worker_client_cert_file"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
