@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import httpx
 
 from loadgen.chaos_client import End, send
+from loadgen.chaos_patience import Patience
 from loadgen.chaos_plan import plan_faults, plan_requests
 from loadgen.chaos_requests import proxied
 from loadgen.chaos_verdict import Books, memory_growth_mib, read_page, troubles
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from loadgen.chaos_plan import ChaosSpec, PlannedFault, PlannedRequest
 
 WITHIN_S: Final = 45.0
-"""A client that has no end after this was forgotten."""
+"""A client that has no end after this was forgotten (chaos_patience.py says whose time it is)."""
 SETTLE_S: Final = 30.0
 SAMPLE_S: Final = 0.5
 LOOKS: Final = 4
@@ -58,6 +59,7 @@ class ChaosReport:
         before, after: the router's books when all was quiet. samples: books during the run.
         twice: requests that two engines, or one engine twice, took up.
         left_at_workers: requests still inside a worker at the end.
+        late_s: by how much this process, workers and clients, was behind the clock in all.
         troubles: everything that fails the run, one line each.
     """
 
@@ -71,6 +73,7 @@ class ChaosReport:
     samples: list[Books] = field(default_factory=list)
     twice: int = 0
     left_at_workers: int = 0
+    late_s: float = 0.0
     troubles: list[str] = field(default_factory=list)
 
     def figures(self) -> dict[str, object]:
@@ -84,6 +87,7 @@ class ChaosReport:
             "waiting_most": max((books.waiting for books in self.samples), default=0),
             "generated_twice": self.twice,
             "left_at_workers": self.left_at_workers,
+            "late_s": round(self.late_s, 1),
             "before": asdict(self.before),
             "after": asdict(self.after),
             "wrong": self.wrong,
@@ -144,18 +148,24 @@ class _Run:
         host, port = url.removeprefix("http://").rsplit(":", 1)
         self._address = host, int(port)
         self._begin_s = 0.0
+        self._patience = Patience(WITHIN_S)
 
     async def play(self) -> ChaosReport:
         async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
             before = await self._quiet(client, samples=LOOKS)
             report = ChaosReport(before=before, after=before)
             self._begin_s = asyncio.get_running_loop().time()
-            sampling = asyncio.create_task(self._sample(client, report))
+            beside = [
+                asyncio.create_task(self._sample(client, report)),
+                asyncio.create_task(self._patience.run()),
+            ]
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send_all(report))
                 group.create_task(self._break_things(report))
-            sampling.cancel()
-            await asyncio.wait([sampling])
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
+            report.late_s = self._patience.late_s
             report.after = await self._quiet(client, samples=LOOKS + round(IDLE_S / SAMPLE_S))
         report.twice = sum(count > 1 for count in self._generations().values())
         report.left_at_workers = sum(worker.held for worker in self._workers)
@@ -178,7 +188,7 @@ class _Run:
         report.requests += 1
         report.proxied += proxied(request.kind)
         name = f"chaos-{request.index}"
-        end, why = await send(*self._address, request, name, WITHIN_S)
+        end, why = await send(*self._address, request, name, self._patience)
         report.ends[end] += 1
         if end in (End.WRONG, End.HUNG) and len(report.wrong) < WRONG_KEPT_MAX:
             report.wrong.append(why)

@@ -10,13 +10,16 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import httptools
 import orjson
 
 from loadgen.chaos_plan import LIGHT, UNSERVED, Kind, PlannedRequest
 from loadgen.chaos_requests import request_bytes
+
+if TYPE_CHECKING:
+    from loadgen.chaos_patience import Patience
 
 READ_BYTES: Final = 4096
 GENERATED: Final = frozenset({200, 429, 500, 502, 503, 504})
@@ -55,12 +58,18 @@ class End(StrEnum):
 
 @dataclass(slots=True)
 class Answer:
-    """A response as it comes in; httptools calls the methods."""
+    """A response as it comes in; httptools calls the methods.
+
+    Attributes:
+        status: 0 before it is known. headers, body: what came of them. complete: it is whole.
+        stage: what its client waits for.
+    """
 
     status: int = 0
     headers: dict[bytes, bytes] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
     complete: bool = False
+    stage: str = "a connection"
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header."""
@@ -76,18 +85,22 @@ class Answer:
 
 
 async def send(
-    host: str, port: int, request: PlannedRequest, name: str, within_s: float
+    host: str, port: int, request: PlannedRequest, name: str, patience: Patience
 ) -> tuple[End, str]:
     """Play one client; returns how it ended and, when that is wrong, why."""
     answer = Answer()
-    leave_s = within_s if request.leave_s is None else request.leave_s
+    leaving = request.leave_s is not None
+    limit = asyncio.timeout(request.leave_s) if leaving else patience.limit()
     try:
-        async with asyncio.timeout(min(leave_s, within_s)):
+        async with limit:
             await _converse(host, port, request_bytes(request, name), request.dawdle_s, answer)
     except TimeoutError:
-        if request.leave_s is not None:
+        if leaving:
             return End.LEFT, ""
-        return End.HUNG, f"{request.kind}: no end within {within_s:g} s, status {answer.status}"
+        return End.HUNG, (
+            f"{request.kind}: no end within {patience.within_s:g} s; it waits for"
+            f" {answer.stage}, status {answer.status}, {len(answer.body)} bytes"
+        )
     except httptools.HttpParserError as error:
         return End.WRONG, f"{request.kind}: the response is no HTTP: {error}"
     except OSError as error:
@@ -100,13 +113,16 @@ async def _converse(host: str, port: int, data: bytes, dawdle_s: float, answer: 
     reader, writer = await asyncio.open_connection(host, port, limit=READ_BYTES)
     parser = httptools.HttpResponseParser(answer)
     try:
+        answer.stage = "its request to be taken"
         writer.write(data)
         # A refusal may come before all of a large body was read; then reading tells why.
         with contextlib.suppress(ConnectionError):
             await writer.drain()
+        answer.stage = "an answer"
         while part := await reader.read(READ_BYTES):
             parser.feed_data(part)
             answer.status = parser.get_status_code()
+            answer.stage = "the end of the connection" if answer.complete else "more"
             if dawdle_s:
                 await asyncio.sleep(dawdle_s)
                 dawdle_s = 0.0
