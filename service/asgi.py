@@ -28,6 +28,7 @@ class Place(Protocol):
         first_token_s: when the first output token was seen, on the loop's clock, or None.
         decode_tokens: output tokens of all its sequences, or None.
         told_prompt_tokens: tokens of all its prompts by the answer's word, or None.
+        column_tokens: output tokens that were set aside for it.
         outcome: how it ends if nothing is raised.
         prices: of a batch slot and of a KV token there, when it was started.
     """
@@ -40,6 +41,7 @@ class Place(Protocol):
     first_token_s: float | None
     decode_tokens: int | None
     told_prompt_tokens: int | None
+    column_tokens: int
     outcome: Outcome
 
     def price(self) -> float:

@@ -125,10 +125,12 @@ class Visit:
 
     Attributes:
         tenant: whom its key stands for, "" when that is not said.
+        metered: whether its key has a rate of tokens.
     """
 
     def __init__(self, holder: Holder | None, counts: DoorCounts) -> None:
         self.tenant = "" if holder is None else holder.limits.tenant
+        self.metered = holder is not None and holder.tokens is not None
         self._holder = holder
         self._counts = counts
 

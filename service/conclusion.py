@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from service.asgi import Place
 from service.errors import BidgateError, ClientGoneError, RefusedError
 from service.exchange import Exchange
 from service.surface import Way
+
+BAD_STATUS: Final = 400
+"""From here on an answer says that something went wrong."""
 
 
 def conclude(exchange: Exchange, error: BaseException | None, now_s: float) -> None:
@@ -50,12 +55,17 @@ def _note_place(exchange: Exchange, placement: Place) -> None:
 def tokens_spent(exchange: Exchange) -> int:
     """Tokens that a request cost its tenant; one that never started cost nothing.
 
-    Prompts cost what the answer says, else the estimate. To ask again for a stored response costs
+    Prompts cost what the answer says, else the estimate; outputs what was counted or told, and of
+    an answer that told nothing what was set aside for it. To ask again for a stored response costs
     no prompt.
     """
-    record, placement = exchange.record, exchange.reply.placement
+    record, reply = exchange.record, exchange.reply
+    placement = reply.placement
     if placement is None or not record.starts:
         return 0
     told = None if record.light else placement.told_prompt_tokens
     prompt_tokens = record.prompt_tokens if told is None else told
-    return (prompt_tokens or 0) + (record.decode_tokens or 0)
+    decode_tokens = record.decode_tokens
+    if decode_tokens is None and 0 < reply.status < BAD_STATUS:
+        decode_tokens = placement.column_tokens
+    return (prompt_tokens or 0) + (decode_tokens or 0)

@@ -124,6 +124,7 @@ class Edge:
                 claim=claim,
                 arrival_s=now_s,
                 tenant=visit.tenant,
+                metered=visit.metered,
             )
             await self._serve(exchange, visit)
 

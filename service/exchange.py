@@ -29,6 +29,7 @@ class Exchange:
         arrival_s: when it was here as a whole, on the loop's clock; before, when it began.
         trace: told how far it is.
         tenant: whom its API key stands for; "" when it does not say.
+        metered: whether its key has a rate of tokens, which must be read from the answer.
     """
 
     scope: Scope
@@ -40,6 +41,7 @@ class Exchange:
     arrival_s: float
     trace: Trace
     tenant: str = ""
+    metered: bool = False
 
     def hints(self) -> HeaderFacts:
         """What the headers say; whom a key stands for is not for its holder to say.

@@ -46,7 +46,7 @@ CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
 """Where clients put keys; those that are bidgate's own go no further."""
 
 
-def to_worker(headers: RawHeaders, *, streams: bool, drop_authorization: bool) -> RawHeaders:
+def to_worker(headers: RawHeaders, *, plain: bool, drop_authorization: bool) -> RawHeaders:
     """Keep what a client's headers say to the worker.
 
     Bytes pass through undecoded, so the worker must not compress more than the client accepts:
@@ -55,7 +55,7 @@ def to_worker(headers: RawHeaders, *, streams: bool, drop_authorization: bool) -
 
     Args:
         headers: lower-case names as ASGI delivers them; repeated names stay repeated.
-        streams: whether the client asked for a stream.
+        plain: whether the answer must not be compressed: a stream, or one that is counted.
         drop_authorization: whether the credentials were meant for bidgate, or the worker has its
             own.
 
@@ -65,13 +65,13 @@ def to_worker(headers: RawHeaders, *, streams: bool, drop_authorization: bool) -
     dropped = _NOT_TO_WORKER | _named_in_connection(headers)
     if drop_authorization:
         dropped |= CREDENTIALS
-    if streams:
+    if plain:
         dropped |= {b"accept-encoding"}
     kept = [(name, value) for name, value in headers if name not in dropped]
     for name, value in kept:
         if not value.isascii():
             _check_utf8(name, value)
-    if streams or all(name != b"accept-encoding" for name, _ in headers):
+    if plain or all(name != b"accept-encoding" for name, _ in headers):
         kept.append((b"accept-encoding", b"identity"))
     return kept
 

@@ -189,6 +189,7 @@ class LightPlace:
         first_token_s: when the first output token was seen, or None.
         decode_tokens: as counted, or None.
         told_prompt_tokens: tokens of all its prompts by the answer's word, or None.
+        column_tokens: always 0, as nothing is set aside.
         prices: always 0, as nothing is reserved.
         outcome: how it will end if the block is left without an exception.
     """
@@ -201,6 +202,7 @@ class LightPlace:
         self.first_token_s: float | None = None
         self.decode_tokens: int | None = None
         self.told_prompt_tokens: int | None = None
+        self.column_tokens = 0
         self.outcome = Outcome.COMPLETED
         self._path = path
         self._wanted = wanted

@@ -68,7 +68,7 @@ class LightRoute:
     def _headers(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
         headers = to_worker(
             exchange.headers,
-            streams=False,
+            plain=exchange.metered,
             drop_authorization=not self.config.keeps_authorization,
         )
         headers.append((b"x-request-id", exchange.record.request_id.encode()))

@@ -72,6 +72,7 @@ class Placement:
         first_token_s: when the first output token was seen, or None.
         decode_tokens: output tokens of all its sequences seen so far, or None.
         told_prompt_tokens: tokens of all its prompts by the answer's word, or None.
+        column_tokens: output tokens that were set aside for it when it was started last.
         outcome: how it will end if the block is left without an exception.
         prices: of a batch slot and of a KV token where it was started last, when it was.
     """
@@ -86,6 +87,7 @@ class Placement:
         self.first_token_s: float | None = None
         self.decode_tokens: int | None = None
         self.told_prompt_tokens: int | None = None
+        self.column_tokens = 0
         self.outcome = Outcome.COMPLETED
         self.gone = False
         self.prices = (0.0, 0.0)
@@ -159,10 +161,13 @@ class Placement:
             self._trace.waited()
             self.queued_s += stopwatch() - since_s
         match command:
-            case Start(worker_id=worker_id, prefill_id=prefill_id, handed=handed):
+            case Start(
+                worker_id=worker_id, prefill_id=prefill_id, handed=handed, decode_tokens=tokens
+            ):
                 self.worker_id, self.prefill_due = worker_id, bool(prefill_id)
                 self.prefill_id = self.prefill_id if handed else prefill_id
                 self.starts += 1
+                self.column_tokens = tokens
             case Prefill(worker_id=prefill_id):
                 self.worker_id, self.prefill_id, self.prefill_due = "", prefill_id, True
             case Refuse(reason=reason, detail=detail):

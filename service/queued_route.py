@@ -180,7 +180,7 @@ class QueuedRoute:
         headers = to_worker(
             exchange.headers,
             # The id of a response is read as it passes, so it must be readable.
-            streams=facts.streams or api is Api.RESPONSES,
+            plain=facts.streams or api is Api.RESPONSES or exchange.metered,
             drop_authorization=not self.config.keeps_authorization,
         )
         headers.append((b"x-request-id", exchange.record.request_id.encode()))

@@ -26,8 +26,8 @@ FAILURES: Final = frozenset({b"error", b"response.failed"})
 NO_TOKEN: Final = b"message_delta"
 """The one event named a delta that carries no token but the end's reason and the usage."""
 _DONE: Final = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
-USAGE_WITHIN_BYTES: Final = 4096
-"""Engines write an answer's usage before all the rest or after it."""
+USAGE_BYTES_MAX: Final = 64
+"""Longer than a name and its number, with a blank or two between."""
 EVENT_BYTES_MAX: Final = 1 << 20
 
 
@@ -43,27 +43,40 @@ def usage_tokens(body: bytes) -> int | None:
 
 
 class UsageReader:
-    """Reads what an answer says that it cost from its beginning and its end, as its bytes pass."""
+    """Reads what an answer says that it cost as its bytes pass, wherever in it that stands.
+
+    The largest number counts: what an engine repeats of its client's words comes before the usage
+    in some answers and after it in others, and must not make it cheaper.
+    """
 
     def __init__(self) -> None:
-        self._head = self._tail = b""
+        self._decode = self._prompt = -1
+        self._rest = b""
 
     def feed(self, chunk: bytes) -> None:
-        """Take the next bytes, cut anywhere."""
-        if len(self._head) < USAGE_WITHIN_BYTES:
-            self._head += chunk[: USAGE_WITHIN_BYTES - len(self._head)]
-        self._tail = (self._tail + chunk)[-USAGE_WITHIN_BYTES:]
+        """Take the next bytes, cut anywhere; few of them are kept."""
+        data = self._rest + chunk
+        self._rest = data[-USAGE_BYTES_MAX:]
+        # What ends here may go on in the next bytes.
+        self._scan(data, len(data))
+
+    def _scan(self, data: bytes, end: int) -> None:
+        if b'_tokens"' not in data:
+            return
+        decode = (int(one[1]) for one in _USAGE.finditer(data) if one.end() < end)
+        self._decode = max(self._decode, *decode, -1)
+        prompt = (int(one[1]) for one in _PROMPT.finditer(data) if one.end() < end)
+        self._prompt = max(self._prompt, *prompt, -1)
 
     @property
     def decode_tokens(self) -> int | None:
-        """Output tokens, or None where it says nothing."""
-        return usage_tokens(self._tail)
+        """Output tokens so far, or None where it says nothing."""
+        return None if self._decode < 0 else self._decode
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Tokens of all its prompts, or None where it says nothing."""
-        found = _PROMPT.findall(self._tail) or _PROMPT.findall(self._head)
-        return int(found[-1]) if found else None
+        """Tokens of all its prompts so far, or None where it says nothing."""
+        return None if self._prompt < 0 else self._prompt
 
 
 class Meter(Protocol):

@@ -309,12 +309,14 @@ class Start:
     Attributes:
         prefill_id: the prefill worker that must compute its prompt first; "" for none.
         handed: it was prefilled and held: the worker fetches what came of that.
+        decode_tokens: of its column, over all sequences: what was set aside for it.
     """
 
     request_id: str
     worker_id: str
     prefill_id: str = ""
     handed: bool = False
+    decode_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,5 +360,6 @@ class Router:
             self._affinity.start(entry.request, worker, row, now_s)
             self._counters.starts += 1
             worker_id = self._fleet.workers[worker].spec.worker_id
-            commands.append(Start(request_id, worker_id, first.prefill_id, first.handed))
+            tokens = entry.decode_tokens * entry.request.sequences
+            commands.append(Start(request_id, worker_id, first.prefill_id, first.handed, tokens))
         return commands

@@ -435,6 +435,76 @@ def test_an_answer_knows_its_prompts_better_than_the_estimate() -> None:
     run_stage((a_key("one", tenant="t"),), scenario, lambda: httpx.Response(200, json=told))
 
 
+PIECES = [{"1": {"logprob": -0.25, "decoded_token": "word"}}] * 4000
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"id": "r", "usage": {"prompt_tokens": 31, "completion_tokens": 4}, "logprobs": PIECES},
+        {"id": "r", "output": PIECES, "usage": {"prompt_tokens": 31, "completion_tokens": 4}},
+        {"a": PIECES, "usage": {"prompt_tokens": 31, "completion_tokens": 4}, "z": PIECES},
+    ],
+    ids=["before a long part", "after one", "between two"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/things"])
+def test_what_an_answer_costs_is_found_wherever_it_is_told(
+    told: dict[str, object], path: str
+) -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        assert await _spent(stage, completion(prompt="x" * 40), path) == 35
+
+    run_stage((a_key("one", tenant="t"),), scenario, lambda: httpx.Response(200, json=told))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: httpx.Response(200, json={"choices": [{"text": "x"}]}),
+        lambda: httpx.Response(200, content=b"\x1f", headers={"content-encoding": "gzip"}),
+        lambda: httpx.Response(
+            200,
+            content=b"\x1f",
+            headers={"content-encoding": "gzip", "content-type": "text/event-stream"},
+        ),
+    ],
+    ids=["without usage", "compressed", "compressed stream"],
+)
+def test_an_answer_that_tells_nothing_costs_what_was_set_aside_for_it(
+    answer: Callable[[], httpx.Response],
+) -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        body = completion(prompt="x" * 40, max_tokens=30, n=2, ignore_eos=True)
+        assert await _spent(stage, body) == 10 + 2 * 30
+
+    run_stage((a_key("one", tenant="t"),), scenario, answer, batch_limit=8)
+
+
+def test_an_error_costs_its_prompt_alone() -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        body = completion(prompt="x" * 40, max_tokens=30, ignore_eos=True)
+        assert (await stage.post(body, headers=bearer("one"))).status == 400
+        assert stage.door.counts.tokens["t"] == 10
+
+    run_stage((a_key("one", tenant="t"),), scenario, lambda: httpx.Response(400, json={}))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/v1/things"])
+@pytest.mark.parametrize("metered", [True, False])
+def test_answers_that_are_counted_are_not_asked_for_compressed(path: str, metered: bool) -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        headers = bearer("one") | {"accept-encoding": "gzip"}
+        assert (await stage.post(completion(), path=path, headers=headers)).status == 200
+        (request,) = worker.requests
+        assert request.headers["accept-encoding"] == ("identity" if metered else "gzip")
+
+    rate = 1000 if metered else None
+    told = {"usage": {"completion_tokens": 1}}
+    run_stage(
+        (a_key("one", tokens_per_minute=rate),), scenario, lambda: httpx.Response(200, json=told)
+    )
+
+
 def test_a_stored_response_that_is_read_again_costs_no_prompt() -> None:
     async def scenario(stage: Stage, worker: HandlerTransport) -> None:
         assert await _spent(stage, b"", "/v1/responses/resp_1", "GET") == 5

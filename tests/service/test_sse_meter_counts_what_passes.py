@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.sse import EVENT_BYTES_MAX, SseMeter, usage_tokens
+from service.sse import EVENT_BYTES_MAX, USAGE_BYTES_MAX, SseMeter, UsageReader, usage_tokens
 
 DONE = b"data: [DONE]\n\n"
 
@@ -140,3 +140,43 @@ def test_the_usage_of_a_whole_answer_is_found_in_its_tail() -> None:
     assert usage_tokens(body.encode()) == 31
     assert usage_tokens(b'{"usage":null}') is None
     assert usage_tokens(b'{"completion_tokens":%s}' % (b"9" * 5000)) is None
+
+
+TOLD = {"prompt_tokens": 900, "completion_tokens": 123456789}
+
+
+@given(
+    before=st.integers(0, 9000),
+    after=st.integers(0, 9000),
+    cuts=st.lists(st.integers(0, 20_000), max_size=12),
+    indent=st.sampled_from([None, 1]),
+)
+def test_usage_is_found_wherever_it_stands_and_however_it_is_cut(
+    before: int, after: int, cuts: list[int], indent: int | None
+) -> None:
+    body = json.dumps({"a": "x" * before, "usage": TOLD, "z": "y" * after}, indent=indent).encode()
+    edges = sorted({0, len(body), *(cut for cut in cuts if cut < len(body))})
+    reader = UsageReader()
+    for a, b in itertools.pairwise(edges):
+        reader.feed(body[a:b])
+    assert (reader.prompt_tokens, reader.decode_tokens) == (900, 123456789)
+
+
+def test_usage_is_found_one_byte_at_a_time() -> None:
+    reader = UsageReader()
+    for byte in json.dumps({"usage": TOLD}).encode():
+        reader.feed(bytes([byte]))
+    assert (reader.prompt_tokens, reader.decode_tokens) == (900, 123456789)
+    longest = max(f'"{name}": {number}' for name, number in TOLD.items())
+    assert len(longest) < USAGE_BYTES_MAX
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_engine_that_repeats_a_clients_words_is_not_made_cheaper(before: bool) -> None:
+    # A schema of a response's text or tools comes back as it was sent, beside the usage.
+    planted: dict[str, object] = {"text": {"schema": {"completion_tokens": 0, "prompt_tokens": 1}}}
+    usage: dict[str, object] = {"usage": TOLD}
+    parts = {**planted, **usage} if before else {**usage, **planted}
+    reader = UsageReader()
+    reader.feed(json.dumps(parts).encode())
+    assert (reader.prompt_tokens, reader.decode_tokens) == (900, 123456789)
