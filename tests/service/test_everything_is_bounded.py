@@ -1,4 +1,7 @@
-"""Memory, sockets and time a client can take: heads, bodies, readers that do not read."""
+"""Memory, sockets and time a client can take: heads, bodies, open files.
+
+Readers that do not read are in test_unread_answers_cost_little.py.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,7 @@ import asyncio
 import contextlib
 import json
 import resource
-import socket
-import tracemalloc
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -18,38 +18,29 @@ from starlette.types import Message
 from structlog.testing import capture_logs
 
 from service.edge_config import EdgeConfig
-from service.forward_config import ForwardConfig
 from service.listener import ListenError, listen
 from service.open_files import allow_open_files, files_needed
 from service.settings import ServerConfig, Settings
 from tests.asgi import http_scope
 from tests.clock import run_virtual
-from tests.service.live import Live, mock, serving_mocks, until
-from tests.service.raw_worker import Got, RawWorker, chunk, events_head
-from tests.service.stage import HandlerTransport, Stage, answer, completion, ends, event
-from tests.service.test_faults_of_other_routers_do_not_happen_here import in_front_of, post
+from tests.service.live import Live, mock, serving_mocks
+from tests.service.stage import HandlerTransport, Stage, answer, completion
+from tests.service.test_faults_of_other_routers_do_not_happen_here import post
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 SMALL_HEAD = ServerConfig(port=0, head_bytes_max=4096, head_timeout_s=0.5)
 
 
 @contextlib.asynccontextmanager
-async def connected(live: Live, **options: object) -> AsyncIterator[Connection]:
-    host, port = live.url.removeprefix("http://").rsplit(":", 1)
-    reader, writer = await asyncio.open_connection(host, int(port), **options)  # type: ignore[arg-type]
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
-
-
-def posted(fields: bytes) -> bytes:
-    """A request for a completion, as bytes."""
-    body = b'{"model":"mock","prompt":"x","ignore_eos":true,' + fields + b"}"
-    return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n" % len(body) + body
-    )
+async def small_heads() -> AsyncIterator[tuple[Live, Connection]]:
+    """A service that takes little and waits little for a head, and a connection to it."""
+    async with serving_mocks([mock()], server=SMALL_HEAD) as live:
+        host, port = live.url.removeprefix("http://").rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            yield live, (reader, writer)
+        finally:
+            writer.transport.abort()
 
 
 async def read_all(reader: asyncio.StreamReader) -> bytes:
@@ -66,10 +57,7 @@ async def read_all(reader: asyncio.StreamReader) -> bytes:
 async def test_a_head_over_its_bound_is_a_431(many: bool, complete: bool) -> None:
     short = [b"x-%d: %s\r\n" % (number, b"y" * 90) for number in range(60)]
     lines = short if many else [b"x: " + b"y" * 6000]
-    async with (
-        serving_mocks([mock()], server=SMALL_HEAD) as live,
-        connected(live) as (reader, writer),
-    ):
+    async with small_heads() as (live, (reader, writer)):
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"".join(lines))
         if complete:
             writer.write(b"\r\n\r\n")
@@ -82,10 +70,7 @@ async def test_a_head_over_its_bound_is_a_431(many: bool, complete: bool) -> Non
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhos"])
 async def test_a_head_that_does_not_come_is_a_408(sent: bytes) -> None:
     with capture_logs() as logs:
-        async with (
-            serving_mocks([mock()], server=SMALL_HEAD) as live,
-            connected(live) as (reader, writer),
-        ):
+        async with small_heads() as (_, (reader, writer)):
             writer.write(sent)
             got = await read_all(reader)
             assert got.startswith(b"HTTP/1.1 408 ")
@@ -98,12 +83,10 @@ async def test_a_head_that_does_not_come_is_a_408(sent: bytes) -> None:
 
 
 async def test_a_connection_may_idle_between_requests_and_a_long_answer_is_no_slow_head() -> None:
-    async with (
-        serving_mocks([mock()], server=SMALL_HEAD) as live,
-        connected(live) as (reader, writer),
-    ):
+    body = json.dumps(completion(model="mock", max_tokens=80, ignore_eos=True)).encode()
+    async with small_heads() as (_, (reader, writer)):
         for _ in range(2):
-            writer.write(posted(b'"max_tokens":80'))
+            writer.write(post("/v1/completions", body, "content-type: application/json"))
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200 OK")
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
@@ -129,6 +112,10 @@ def test_bodies_together_are_bounded_and_what_is_over_is_told_to_come_back() -> 
             assert (await stage.post(body)).status == 200
 
     run_virtual(scenario())
+
+
+async def never(_: httpx.Request) -> httpx.Response:
+    raise AssertionError("unreachable")
 
 
 def form_field(name: bytes, value: bytes) -> bytes:
@@ -192,9 +179,6 @@ def test_whatever_a_body_is_the_bytes_that_are_here_are_bounded(
 
 
 def test_a_file_that_still_arrives_before_its_model_is_counted_as_it_comes() -> None:
-    async def never(_: httpx.Request) -> httpx.Response:
-        raise AssertionError("unreachable")
-
     async def scenario() -> None:
         async with Stage({"a": HandlerTransport(never)}).open() as stage:
             arrived: asyncio.Queue[bytes] = asyncio.Queue()
@@ -221,9 +205,6 @@ def test_a_file_that_still_arrives_before_its_model_is_counted_as_it_comes() -> 
 
 
 def test_body_bytes_of_clients_that_leave_while_sending_are_given_back() -> None:
-    async def never(_: httpx.Request) -> httpx.Response:
-        raise AssertionError("unreachable")
-
     async def scenario() -> None:
         async with Stage({"a": HandlerTransport(never)}).open() as stage:
             for body in (b"{", b"x" * 100, b'{"model": "nope", "prompt": "x"}'):
@@ -231,126 +212,6 @@ def test_body_bytes_of_clients_that_leave_while_sending_are_given_back() -> None
             assert stage.inside.bytes.held == 0
 
     run_virtual(scenario())
-
-
-async def test_a_client_that_stops_reading_frees_its_slot_at_the_engine() -> None:
-    forward = ForwardConfig(client_stall_timeout_s=1.0)
-    async with (
-        serving_mocks([mock(time_scale=20.0)], forward=forward) as live,
-        connected_by(await narrow_socket(live)) as (_, writer),
-    ):
-        writer.write(posted(b'"max_tokens":30000,"n":4,"stream":true'))
-        await until(lambda: live.service.queue.held == 1, within_s=10.0)
-        # 20 MB of events wait for this client; bidgate takes no more than its buffers hold.
-        await until(lambda: live.service.queue.held == 0, within_s=30.0)
-        assert ends(live.service.queue.stats()) == {"cancelled": 1}
-        assert await live.running() <= 4
-
-        async def is_free() -> bool:
-            return await live.running() == 0
-
-        await until(is_free, within_s=5.0)
-
-
-MIB = 1 << 20
-ANSWER_BYTES = 256 * MIB
-KERNELS_BYTES_MAX = 96 * MIB
-"""What the buffers of four sockets may hold between a worker and a client, at the most."""
-PIECE = b"x" * 60_000
-TEXT_HEAD = events_head() + chunk(event())
-NAMED = b'event: content_block_delta\ndata: {"delta":{"text":"%b"}}\n\n'
-WHOLE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
-SIZED_HEAD = WHOLE_HEAD + b"content-length: %d\r\n\r\n" % ANSWER_BYTES
-CUT_HEAD = WHOLE_HEAD + b"transfer-encoding: chunked\r\n\r\n"
-CHAT = {"messages": [{"role": "user", "content": "x"}]}
-UNREAD = [
-    pytest.param(
-        "/v1/completions", {"stream": True}, TEXT_HEAD, chunk(event("x" * 60_000)), id="stream"
-    ),
-    pytest.param(
-        "/v1/messages", CHAT | {"stream": True}, events_head(), chunk(NAMED % PIECE), id="messages"
-    ),
-    pytest.param("/v1/completions", {}, SIZED_HEAD, PIECE, id="whole"),
-    pytest.param("/v1/embeddings", {}, SIZED_HEAD, PIECE, id="light"),
-    pytest.param("/v1/embeddings", {}, CUT_HEAD, chunk(PIECE), id="light in chunks"),
-    pytest.param("/v1/things", {}, SIZED_HEAD, PIECE, id="unknown route"),
-    pytest.param("/v1/things", {}, TEXT_HEAD, chunk(event("x" * 60_000)), id="unknown stream"),
-    pytest.param("/v1/things", None, SIZED_HEAD, PIECE, id="GET"),
-]
-
-
-@pytest.mark.parametrize(("path", "fields", "head", "piece"), UNREAD)
-async def test_a_client_that_stops_reading_costs_little_memory(
-    path: str, fields: dict[str, object] | None, head: bytes, piece: bytes
-) -> None:
-    poured = 0
-    left = asyncio.Event()
-
-    async def pour(request: Got) -> None:
-        nonlocal poured
-        request.writer.write(head)
-        try:
-            while poured < ANSWER_BYTES:
-                request.writer.write(piece)
-                poured += len(piece)
-                await request.writer.drain()
-        finally:
-            left.set()
-
-    worker = RawWorker(pour)
-    forward = ForwardConfig(client_stall_timeout_s=1.0)
-    async with in_front_of(worker, forward=forward) as live:
-        async with connected_by(await narrow_socket(live)) as (_, writer):
-            with traced() as grown:
-                writer.write(asking(path, fields))
-                await until(lambda: bool(worker.got), within_s=20.0)
-                await until(lambda: not live.service.held, within_s=30.0)
-                assert grown() < 8 * MIB
-        # It was cut off in the middle: what it left unread is nowhere but in the sockets.
-        assert len(piece) < poured < KERNELS_BYTES_MAX
-        await asyncio.wait_for(left.wait(), 20.0)
-        ended = Counter(ends(live.service.queue.stats())) + live.service.light.ended
-        assert ended == {"cancelled": 1}
-
-
-def asking(path: str, fields: dict[str, object] | None) -> bytes:
-    """A request as bytes: a POST with these fields, or a GET."""
-    if fields is None:
-        return b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode()
-    body = json.dumps({"model": "m", "max_tokens": 9, "prompt": "x", **fields}).encode()
-    return post(path, body, "host: x", "content-type: application/json")
-
-
-@contextlib.contextmanager
-def traced() -> Iterator[Callable[[], int]]:
-    """Count Python's memory; yields how many bytes more than at first there were at the most."""
-    tracemalloc.start()
-    try:
-        first = tracemalloc.get_traced_memory()[0]
-        yield lambda: tracemalloc.get_traced_memory()[1] - first
-    finally:
-        tracemalloc.stop()
-
-
-async def narrow_socket(live: Live) -> socket.socket:
-    """A connection that takes little before it is read."""
-    narrow = socket.socket()
-    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    narrow.setblocking(False)
-    host, port = live.url.removeprefix("http://").rsplit(":", 1)
-    await asyncio.get_running_loop().sock_connect(narrow, (host, int(port)))
-    return narrow
-
-
-@contextlib.asynccontextmanager
-async def connected_by(peer: socket.socket) -> AsyncIterator[Connection]:
-    reader, writer = await asyncio.open_connection(sock=peer, limit=1024)
-    # Read nothing at all, not even into the stream's own buffer.
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
 
 
 def test_files_needed_grow_with_the_queue_and_with_the_slots() -> None:

@@ -25,6 +25,7 @@ from service.tls import Certificate, TlsVersion, server_context
 from tests.service.live import until
 
 WAIT_S = 30.0
+WORKER = "workers: [http://a:1]\n"
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,12 @@ def _files_are_looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A settings file that names one worker and nothing else."""
+    return write(tmp_path / "b.yaml", WORKER)
 
 
 def loader(path: Path) -> Callable[[], Loaded]:
@@ -52,13 +59,22 @@ def loader(path: Path) -> Callable[[], Loaded]:
 
 @dataclasses.dataclass
 class Followed:
-    """A reloader at work and what it applied."""
+    """A reloader at work, the file it reads and what it applied."""
 
     reloader: Reloader
+    file: Path
     applied: list[Settings] = dataclasses.field(default_factory=list)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         await until(condition, within_s=WAIT_S)
+
+    async def take(self, rest: str) -> Settings:
+        """Write the worker and the rest into the file, and wait for what is applied of it."""
+        count = len(self.applied)
+        write(self.file, WORKER + rest)
+        await self.until(lambda: len(self.applied) > count)
+        assert len(self.applied) == count + 1
+        return self.applied[-1]
 
 
 @asynccontextmanager
@@ -68,14 +84,13 @@ async def following(path: Path) -> AsyncIterator[Followed]:
     reloader = Reloader(load(), load, applied.append, structlog.get_logger())
     task = asyncio.create_task(reloader.run())
     try:
-        yield Followed(reloader, applied)
+        yield Followed(reloader, path, applied)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_change_is_applied_and_a_bad_one_keeps_what_there_is(tmp_path: Path) -> None:
-    file = write(tmp_path / "b.yaml", "workers: [http://a:1]\n")
+async def test_a_change_is_applied_and_a_bad_one_keeps_what_there_is(file: Path) -> None:
     async with following(file) as followed:
         write(file, "workers: [http://a:1, http://b:2]\n")
         await followed.until(lambda: len(followed.applied) == 1)
@@ -113,7 +128,7 @@ async def test_a_file_that_is_swapped_in_as_kubernetes_does_is_noticed(tmp_path:
 async def test_a_secret_in_a_file_of_its_own_is_followed_too(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     secret = write(tmp_path / "elsewhere" / "key", "one")
-    text = f"workers: [http://a:1]\nedge: {{api_key: {{file: {secret}}}}}\n"
+    text = f"{WORKER}edge: {{api_key: {{file: {secret}}}}}\n"
     async with following(write(tmp_path / "b.yaml", text)) as followed:
         write(secret, "two")
         await followed.until(lambda: bool(followed.applied))
@@ -122,19 +137,15 @@ async def test_a_secret_in_a_file_of_its_own_is_followed_too(tmp_path: Path) -> 
     assert key.key.get_secret_value() == "two"
 
 
-async def test_what_needs_a_restart_keeps_its_value_and_is_named(tmp_path: Path) -> None:
-    file = write(tmp_path / "b.yaml", "workers: [http://a:1]\n")
+async def test_what_needs_a_restart_keeps_its_value_and_is_named(file: Path) -> None:
     with structlog.testing.capture_logs() as log:
         async with following(file) as followed:
-            write(
-                file,
-                "workers: [http://a:1]\nserver: {port: 9}\ncontrol: {kernel: decode_only, seed: 3,"
-                " queue_max: 5}\nforward: {keepalive_s: 3, retries_max: 1}\n",
+            settings = await followed.take(
+                "server: {port: 9}\ncontrol: {kernel: decode_only, seed: 3, queue_max: 5}\n"
+                "forward: {keepalive_s: 3, retries_max: 1}\n"
             )
-            await followed.until(lambda: bool(followed.applied))
             pending = followed.reloader.stats().restart_pending
     assert pending == ("server.port", "forward.keepalive_s", "control.kernel", "control.seed")
-    (settings,) = followed.applied
     assert settings.server.port == ServerConfig().port
     assert (settings.control.seed, settings.control.queue_max) == (0, 5)
     assert (settings.forward.keepalive_s, settings.forward.retries_max) == (4.0, 1)
@@ -142,18 +153,14 @@ async def test_what_needs_a_restart_keeps_its_value_and_is_named(tmp_path: Path)
     assert [line["settings"] for line in named] == [list(pending)]
 
 
-async def test_shares_affinity_tails_and_sessions_change_without_a_restart(tmp_path: Path) -> None:
-    file = write(tmp_path / "b.yaml", "workers: [http://a:1]\n")
+async def test_shares_affinity_tails_and_sessions_change_without_a_restart(file: Path) -> None:
     async with following(file) as followed:
-        write(
-            file,
-            "workers: [http://a:1]\nedge: {session_headers: x-talk}\n"
+        settings = await followed.take(
+            "edge: {session_headers: x-talk}\n"
             "control: {tenants: {weights: 'a=3,*=1', memory_s: 5}, affinity: {weight: 2,"
-            " crowding: 0.1}, slow_start_s: 1, weights: {tail_ttft: 7, ttft_bound_s: 2}}\n",
+            " crowding: 0.1}, slow_start_s: 1, weights: {tail_ttft: 7, ttft_bound_s: 2}}\n"
         )
-        await followed.until(lambda: bool(followed.applied))
         assert followed.reloader.stats().restart_pending == ()
-    (settings,) = followed.applied
     control = settings.control
     assert (control.tenants.weights, control.tenants.memory_s) == ("a=3,*=1", 5.0)
     assert (control.affinity.weight, control.affinity.crowding) == (2.0, 0.1)
@@ -161,39 +168,30 @@ async def test_shares_affinity_tails_and_sessions_change_without_a_restart(tmp_p
     assert settings.edge.session_headers == "x-talk"
 
 
-async def test_settings_that_only_a_restart_brings_are_kept_together(tmp_path: Path) -> None:
+async def test_settings_that_only_a_restart_brings_are_kept_together(file: Path) -> None:
     """One by one they would not pass their own check: a bucket longer than the horizon."""
-    file = write(tmp_path / "b.yaml", "workers: [http://a:1]\n")
     async with following(file) as followed:
-        write(
-            file,
-            "workers: [http://a:1]\n"
-            "control: {horizon_iterations: 8192, bucket_iterations: 8192, queue_max: 7}\n",
+        settings = await followed.take(
+            "control: {horizon_iterations: 8192, bucket_iterations: 8192, queue_max: 7}\n"
         )
-        await followed.until(lambda: bool(followed.applied))
         assert followed.reloader.stats().restart_pending == (
             "control.horizon_iterations",
             "control.bucket_iterations",
         )
-    assert followed.applied[0].control == ControlConfig(queue_max=7)
+    assert settings.control == ControlConfig(queue_max=7)
 
 
 async def test_a_change_that_only_a_restart_could_bring_is_rejected_and_the_next_is_not(
-    tmp_path: Path,
+    file: Path,
 ) -> None:
     """More tenants with a weight than the old tracked_max has room for."""
-    file = write(tmp_path / "b.yaml", "workers: [http://a:1]\n")
     many = ",".join(f"t{number}=1" for number in range(300))
     with structlog.testing.capture_logs() as log:
         async with following(file) as followed:
-            write(
-                file,
-                "workers: [http://a:1]\n"
-                f"control: {{tenants: {{tracked_max: 512, weights: '{many}'}}}}\n",
-            )
+            tenants = f"{{tracked_max: 512, weights: '{many}'}}"
+            write(file, f"{WORKER}control: {{tenants: {tenants}}}\n")
             await followed.until(lambda: followed.reloader.stats().rejected)
-            write(file, "workers: [http://a:1]\ncontrol: {tenants: {weights: 'a=2'}}\n")
-            await followed.until(lambda: bool(followed.applied))
+            await followed.take("control: {tenants: {weights: 'a=2'}}\n")
             assert not followed.reloader.stats().rejected
     (said,) = [line for line in log if line["event"] == "settings_rejected"]
     assert "control.tenants.tracked_max" in said["reason"]
@@ -337,6 +335,6 @@ def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(
     ],
 )
 def test_tls_that_cannot_work_refuses_to_start(tmp_path: Path, server: str, words: str) -> None:
-    file = write(tmp_path / "b.yaml", f"workers: [http://a:1]\nserver: {server}\n")
+    file = write(tmp_path / "b.yaml", f"{WORKER}server: {server}\n")
     with pytest.raises(SettingsError, match=words):
         cli.read_settings(["serve", "--config", str(file)]).check()
