@@ -30,11 +30,11 @@ class Cost:
 
     Attributes:
         simulations: distinct ones; what several experiments share counts for the first alone.
-        processor_s: processor time they took, in this run or in the earlier one that made them.
+        cpu_s: processor time they took, in this run or in the earlier one that made them.
     """
 
     simulations: int
-    processor_s: float
+    cpu_s: float
 
 
 def costs_of(plans: Mapping[str, Plan], outcome: Outcome) -> dict[str, Cost]:
@@ -55,7 +55,7 @@ def total(costs: Mapping[str, Cost]) -> Cost:
     """Sum up."""
     return Cost(
         sum(cost.simulations for cost in costs.values()),
-        round(sum(cost.processor_s for cost in costs.values()), 1),
+        round(sum(cost.cpu_s for cost in costs.values()), 1),
     )
 
 
@@ -65,7 +65,7 @@ def costs_table(costs: Mapping[str, Cost]) -> Table:
     for title in ("experiment", "simulations", "processor s"):
         table.add_column(title, justify="left" if title == "experiment" else "right")
     for name, cost in {**costs, "all": total(costs)}.items():
-        table.add_row(name, str(cost.simulations), f"{cost.processor_s:.0f}")
+        table.add_row(name, str(cost.simulations), f"{cost.cpu_s:.0f}")
     return table
 
 
