@@ -20,6 +20,7 @@ from rich.console import Console
 from loadgen.bench_commands import every_bench, light_load
 from loadgen.bench_lengths import lengths
 from loadgen.bench_rate import rate
+from loadgen.bench_scrapes import scrapes
 from loadgen.demo_command import demo
 from loadgen.experiments.command import experiments
 from loadgen.processes import ClusterError
@@ -53,6 +54,7 @@ def make_app() -> App:
     bench.command(tick)
     bench.command(rate)
     bench.command(lengths)
+    bench.command(scrapes)
     bench.command(every_bench, name="all")
     bench.command(vllm)
     app.command(bench)
