@@ -16,8 +16,6 @@ PRIOR_TOKENS = 256.0
 """Weight of the told iteration time, in tokens seen."""
 MEMORY_TOKENS = 16384.0
 """Tokens of one worker after which what was seen counts half."""
-
-
 PROMPT_SHARE_MAX = 0.95
 """Most that prompts are taken to be of the time of a token; what is left is known too badly."""
 PROMPT_MEMORY = 0.98
@@ -29,7 +27,8 @@ PROMPT_PRIOR_TOKENS = 256.0
 class PromptPace:
     """Time of a prompt token on every worker: by how much more the wait for a first token grows.
 
-    Before first tokens came prompts are taken to cost nothing.
+    Before first tokens came prompts are taken to cost nothing. UncachedPace (uncached_pace.py) is
+    another estimate: it believes the pace that was set, and counts only what no cache holds.
     """
 
     def __init__(self) -> None:

@@ -3,8 +3,9 @@
 A prompt counts from its start until its first token. That time, less what a decode iteration takes
 anyway, tells the worker's pace, where no other prompt of ours was being computed there at the start
 and this one is long enough. Where little was seen a worker is taken for one like the others, and
-where nothing was, the pace is the one that was set. token_pace.py learns by whole prompts what they
-cost all others; here only what a cache does not hold counts, else hits would look like speed.
+where nothing was, the pace is the one that was set. PromptPace (token_pace.py) learns by whole
+prompts what one more token costs all others, and nothing before first tokens came; here only what a
+cache does not hold counts, else hits would look like speed, and the pace must be known at once.
 """
 
 from __future__ import annotations

@@ -62,6 +62,20 @@ def test_links_between_files_lead_somewhere(document: Path) -> None:
             assert (document.parent / target).exists(), target
 
 
+def test_modules_in_the_architecture_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    modules = {
+        path.relative_to(ROOT / "service").as_posix() for path in ROOT.glob("service/**/*.py")
+    }
+    named = set(re.findall(r"[\w/]+\.py", page))
+    assert len(named) > 40
+    assert {
+        name
+        for name in named
+        if not any(one.endswith(f"/{name}") or one == name for one in modules)
+    } == set()
+
+
 def test_the_readme_lists_exactly_the_routes_that_are_served() -> None:
     app = assemble(Settings(workers=("http://127.0.0.1:9",))).app
     # What has a tag is a worker's or the operator's; docs/http.md and operations.md have these.
