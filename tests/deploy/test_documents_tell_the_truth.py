@@ -19,37 +19,54 @@ from tests.deploy.commands import ROOT, parse_command
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
-FENCED = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```(?:sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`]+)`")
+ROUTERS, LOADS = ("bidgate", ".venv/bin/bidgate"), ("bidgate-load", ".venv/bin/bidgate-load")
+PLACES = {
+    "URL": "http://127.0.0.1:8001",
+    **dict.fromkeys(("N", "L", "S"), "4"),
+    "FILE": str(ROOT / "deploy/settings.yaml"),
+    "P": "online_lp",
+    "NAME...": "table-1",
+}
+"""What stands in the documents for whatever a reader fills in."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
 
 
-def _commands(*names: str) -> list[list[str]]:
-    """Arguments of every command line in the README's shell blocks and inline code."""
-    lines = [line for block in FENCED.findall(README) for line in block.splitlines()]
-    lines += re.findall(r"`([^`\n]+)`", README)
+def _commands(document: Path, *names: str) -> list[list[str]]:
+    """Arguments of every command line in the document's shell blocks and inline code."""
+    page = document.read_text(encoding="utf-8")
+    blocks = (block.replace("\\\n", " ") for block in FENCED.findall(page))
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    lines += [" ".join(code.split()) for code in INLINE.findall(FENCED.sub("", page))]
     # Python code among them is no command line and may not split as one.
     called = [line for line in lines if line.startswith(tuple(f"{name} " for name in names))]
-    return [shlex.split(line, comments=True)[1:] for line in called]
+    return [
+        [PLACES.get(argument, argument) for argument in shlex.split(line, comments=True)[1:]]
+        for line in called
+    ]
 
 
-def _without_placeholders(arguments: list[str]) -> list[str]:
-    places = {"URL": "http://127.0.0.1:8001", "N": "4", "FILE": str(ROOT / "deploy/settings.yaml")}
-    return [places.get(argument, argument) for argument in arguments]
+def _commands_of_all(*names: str) -> list[list[str]]:
+    """Each once; a router's name before a policy's is no command."""
+    found = (one for document in DOCUMENTS for one in _commands(document, *names))
+    each = {shlex.join(one): one for one in found if one[0] not in set(PolicyName)}
+    return list(each.values())
 
 
-@pytest.mark.parametrize("arguments", _commands("bidgate", ".venv/bin/bidgate"), ids=shlex.join)
-def test_a_command_of_the_router_in_the_readme_parses(arguments: list[str]) -> None:
-    parse_command(_without_placeholders(arguments))
+@pytest.mark.parametrize("arguments", _commands_of_all(*ROUTERS), ids=shlex.join)
+def test_a_command_of_the_router_in_the_documents_parses(arguments: list[str]) -> None:
+    parse_command(arguments)
 
 
-@pytest.mark.parametrize("arguments", _commands(".venv/bin/bidgate-load"), ids=shlex.join)
-def test_a_command_of_the_load_generator_in_the_readme_parses(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", _commands_of_all(*LOADS), ids=shlex.join)
+def test_a_command_of_the_load_generator_in_the_documents_parses(arguments: list[str]) -> None:
     make_load_app().parse_args(arguments, exit_on_error=False, print_error=False)
 
 
 def test_targets_of_make_in_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = {arguments[0] for arguments in _commands("make") if arguments}
+    named = {arguments[0] for arguments in _commands(ROOT / "README.md", "make") if arguments}
     assert {"demo", "test", "setup"} <= named
     for target in named:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
