@@ -307,7 +307,7 @@ class ForwardLp:
         """(n, w) cost of starting each column on some workers."""
         if self._sums is None:
             return np.zeros((columns.start.size, workers.size))
-        return self._sums.each.of_workers(workers).cost_of_starts(columns)
+        return self._sums.of_workers(workers).cost_of_starts(columns)
 
     def _record(self, view: View, columns: Columns, rewards: FloatArray) -> None:
         """Remember every request once, the first time a decision sees it."""

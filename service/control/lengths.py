@@ -171,7 +171,7 @@ class LengthPredictor:
     def _quantiles(self, pool: IntArray, first: IntArray, level: float) -> FloatArray:
         """(n,) a quantile of each pool's lengths among those in cell `first` or later ones."""
         cells = np.arange(self._grid.size + 1)
-        alive, _ = self._blended(pool[:, None], cells[None, :])
+        alive, _ = self._blended(pool[:, None], np.tile(cells, (pool.size, 1)))
         left = (1.0 - level) * np.take_along_axis(alive, first[:, None], axis=1)
         reached = (alive[:, 1:] <= left) & (cells[:-1] >= np.minimum(first, cells[-2])[:, None])
         return np.asarray(self._grid[reached.argmax(axis=1)])
@@ -217,19 +217,22 @@ class LengthPredictor:
         """Requests from a cell on, and their tokens; every pool is shrunk to the one above it.
 
         Args:
-            pool: any shape.
-            cell: a shape that goes with it.
+            pool: (n,), or (n, 1).
+            cell: (n,), or (n, m).
         """
+        flat, width = self._sums.reshape(2, -1), self._sums.shape[2]
         top = (pool == 1).astype(np.int64)
-        sums, total = self._sums[:, top, cell], self._sums[0, top, 0]
+        sums, total = flat.take(top * width + cell, axis=1), self._alive[top, 0]
         for level in range(LEVELS):
             at = self._above[pool, level]
-            own = at >= 0
+            own = (at >= 0).nonzero()[0]
             # Pools are named coarsest first: where none is, none follows.
-            if not np.count_nonzero(own):
+            if not own.size:
                 break
-            sums = np.where(own, self._sums[:, at, cell] + PRIOR_WEIGHT / total * sums, sums)
-            total = np.where(own, self._sums[0, at, 0] + PRIOR_WEIGHT, total)
+            at = at[own]
+            finer = flat.take(at * width + cell[own], axis=1)
+            sums[:, own] = finer + PRIOR_WEIGHT / total[own] * sums[:, own]
+            total[own] = self._alive[at, 0] + PRIOR_WEIGHT
         return sums[0], sums[1]
 
     def _count(self, pool: int, value: float) -> None:

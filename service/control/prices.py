@@ -17,10 +17,10 @@ from service.control.columns import (
     FloatArray,
     Horizon,
     IntArray,
-    PrefixPrices,
     Usage,
-    total_usage,
 )
+from service.control.descent import Descent, Iterate, mean_use, placed
+from service.control.spans import PrefixPrices, Spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,23 +28,32 @@ class PriceSums:
     """Sums of some prices per batch slot and per KV token.
 
     Attributes:
-        prices: what was summed up. each: of every worker.
+        prices: (g, N), normalised. kv_scale: normalised KV units per token. horizon: N buckets.
+        reach: buckets up to the last one that has a price anywhere.
         cheapest: of one worker that is nowhere dearer than any of them.
     """
 
     prices: Usage
-    each: PrefixPrices
+    kv_scale: float
+    horizon: Horizon
+    reach: int
     cheapest: PrefixPrices
 
     @staticmethod
     def of(prices: Usage, kv_scale: float, horizon: Horizon) -> PriceSums:
-        """Sum (g, N) normalised prices."""
-        kv = prices.kv * kv_scale
+        """Sum up the least of (g, N) normalised prices."""
+        priced = np.flatnonzero((prices.batch + prices.kv).any(axis=0))
+        reach = int(priced[-1]) + 1 if priced.size else 0
         least = Usage(
-            batch=prices.batch.min(axis=0, keepdims=True), kv=kv.min(axis=0, keepdims=True)
+            batch=prices.batch[:, :reach].min(axis=0, keepdims=True),
+            kv=prices.kv[:, :reach].min(axis=0, keepdims=True) * kv_scale,
         )
-        each = PrefixPrices.of(Usage(batch=prices.batch, kv=kv), horizon)
-        return PriceSums(prices, each, PrefixPrices.of(least, horizon))
+        return PriceSums(prices, kv_scale, horizon, reach, PrefixPrices.of(least, horizon))
+
+    def of_workers(self, workers: IntArray) -> PrefixPrices:
+        """Those of w workers, in the order given; a decision asks for few."""
+        batch, kv = self.prices.batch[workers, : self.reach], self.prices.kv[workers, : self.reach]
+        return PrefixPrices.of(Usage(batch=batch, kv=kv * self.kv_scale), self.horizon)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +94,7 @@ class PriceProblem:
 
     Attributes:
         horizon: N buckets of q iterations.
-        scarcity: d_k, (g, N), residual capacity / expected arrivals; KV in normalised units.
+        scarcity: d_k, (g, N), residual capacity / expected arrivals, >= 0; KV in normalised units.
         columns: recorded or hypothetical columns, relative to the look-ahead's left edge.
         rewards: (n,) normalised rewards, min(r / normalizer, 1).
         warm: p_(k-1), normalised.
@@ -121,32 +130,27 @@ class PriceProblem:
         workers = len(self.worker_ids)
         if self.rewards.size == 0:
             return self._solution(Usage.zeros(workers, self.horizon))
-        rng = np.random.default_rng(self.seed)
-        prices = self.warm
-        total = Usage.zeros(workers, self.horizon)
-        size = min(self.batch, self.rewards.size)
-        for _ in range(self.steps):
-            sample = rng.choice(self.rewards.size, size=size, replace=False)
-            prices = self._step(prices, sample)
+        rng, size = np.random.default_rng(self.seed), min(self.batch, self.rewards.size)
+        samples = np.concatenate(
+            [rng.choice(self.rewards.size, size=size, replace=False) for _ in range(self.steps)]
+        )
+        spans, rewards = Spans.of(self.columns.take(samples), self.horizon), self.rewards[samples]
+        descent, total = Descent(self), Usage.zeros(workers, self.horizon)
+        for begin in range(0, samples.size, size):
+            batch = slice(begin, begin + size)
+            descent.step(spans.take(batch), rewards[batch])
             if self.averaged:
-                total = Usage(batch=total.batch + prices.batch, kv=total.kv + prices.kv)
-        if self.averaged:
-            prices = Usage(batch=total.batch / self.steps, kv=total.kv / self.steps)
-        return self._solution(prices)
+                total.batch[:] += descent.prices.batch
+                total.kv[:] += descent.prices.kv
+        if not self.averaged:
+            return self._solution(descent.prices)
+        return self._solution(Usage(batch=total.batch / self.steps, kv=total.kv / self.steps))
 
     def _solution(self, prices: Usage) -> PriceSolution:
         # Decisions need them; here they cost the event loop nothing.
         sums = PriceSums.of(prices, self.kv_scale, self.horizon) if self.any_worker else None
         names, units = self.worker_ids, (self.normalizer, self.kv_scale)
         return PriceSolution(prices, self.origin, names, *units, sums=sums)
-
-    def _step(self, prices: Usage, sample: IntArray) -> Usage:
-        gradient = subgradient(self, prices, sample)
-        for slope, price in ((gradient.batch, prices.batch), (gradient.kv, prices.kv)):
-            slope *= -self.step_size
-            slope += price
-            np.maximum(slope, 0.0, out=slope)
-        return gradient
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,31 +168,16 @@ class PriceSnapshot:
         return self.problem().solve()
 
 
-def placed(problem: PriceProblem, prices: Usage, columns: Columns) -> tuple[Columns, FloatArray]:
-    """Put each column where it is priced (its own worker, or the cheapest) and give its cost."""
-    if not problem.any_worker:
-        per_token = Usage(batch=prices.batch, kv=prices.kv * problem.kv_scale)
-        return columns, PrefixPrices.of(per_token, problem.horizon).cost(columns)
-    priced = np.flatnonzero(prices.batch.any(axis=1) | prices.kv.any(axis=1))
-    per_token = Usage(batch=prices.batch[priced], kv=prices.kv[priced] * problem.kv_scale)
-    costs = np.zeros((columns.start.size, prices.batch.shape[0]))
-    costs[:, priced] = PrefixPrices.of(per_token, problem.horizon).cost_on_every_worker(columns)
-    cheapest = costs.argmin(axis=1)
-    return columns.on_worker(cheapest), costs[np.arange(cheapest.size), cheapest]
-
-
 def subgradient(problem: PriceProblem, prices: Usage, sample: IntArray) -> Usage:
     """d_k minus the mean use of the sampled columns whose reward exceeds their cost.
 
     Source: [OLP] eq. (8) and B.3 lines 11-17.
     """
-    columns, cost = placed(problem, prices, problem.columns.take(sample))
-    accepted = columns.take(problem.rewards[sample] - cost > 0)
-    touched, place = np.unique(accepted.worker, return_inverse=True)
-    use = total_usage(accepted.on_worker(place), problem.horizon, touched.size)
+    spans = Spans.of(problem.columns.take(sample), problem.horizon)
+    touched, use = mean_use(problem, Iterate.of(prices), spans, problem.rewards[sample])
     gradient = Usage(batch=problem.scarcity.batch.copy(), kv=problem.scarcity.kv.copy())
-    gradient.batch[touched] -= use.batch / sample.size
-    gradient.kv[touched] -= use.kv * (problem.kv_scale / sample.size)
+    gradient.batch[touched] -= use.batch
+    gradient.kv[touched] -= use.kv
     return gradient
 
 
@@ -197,7 +186,8 @@ def saa_objective(problem: PriceProblem, prices: Usage) -> float:
 
     Source: [OLP] eq. (6).
     """
-    _, cost = placed(problem, prices, problem.columns)
+    spans = Spans.of(problem.columns, problem.horizon)
+    _, cost = placed(problem, Iterate.of(prices), spans)
     hinge = np.maximum(problem.rewards - cost, 0.0)
     linear = np.sum(problem.scarcity.batch * prices.batch) + np.sum(problem.scarcity.kv * prices.kv)
     return float(linear + hinge.sum() / max(1, hinge.size))

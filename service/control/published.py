@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from service.control.assign import Candidates, admit
-from service.control.columns import Columns, FloatArray, Horizon, PrefixPrices, Usage, total_usage
+from service.control.columns import Columns, FloatArray, Horizon, Usage
 from service.control.config import ControlConfig
 from service.control.prices import History, PriceProblem, PriceSnapshot, PriceSolution
 from service.control.pricing import expected_arrivals, mean_prices, normalizer, waiting_reward
 from service.control.rate import RateShift
 from service.control.room import working_residual
+from service.control.spans import PrefixPrices, Spans, total_usage
 from service.control.view import Pair, View
 
 NEVER_SCARCE = 1e12
@@ -39,9 +40,13 @@ def scarcity(residual: Usage, expected_arrivals: float, scale: float) -> Usage:
     that no column can lift its price above zero.
     """
     share = 1.0 / max(1.0, expected_arrivals)
-    kv = np.full_like(residual.kv, NEVER_SCARCE)
-    # inf x 0 would be no number where no capacity is known at all.
-    np.multiply(residual.kv, scale * share, out=kv, where=np.isfinite(residual.kv))
+    known = np.isfinite(residual.kv)
+    if known.all():
+        kv = residual.kv * (scale * share)
+    else:
+        # inf x 0 would be no number where no capacity is known at all.
+        kv = np.full_like(residual.kv, NEVER_SCARCE)
+        np.multiply(residual.kv, scale * share, out=kv, where=known)
     return Usage(batch=np.maximum(residual.batch, 0.0) * share, kv=np.maximum(kv, 0.0))
 
 
@@ -178,7 +183,8 @@ class PublishedLp:
         prices, scale = self._prices(view, moment), kv_scale(view.fleet.kv_capacity_tokens)
         per_token = Usage(batch=prices.batch, kv=prices.kv * scale)
         columns = view.columns(start=float(moment.period - moment.first))
-        return PrefixPrices.of(per_token, moment.priced).cost_on_every_worker(columns)
+        spans = Spans.of(columns, moment.priced)
+        return PrefixPrices.of(per_token, moment.priced).cost_on_every_worker(spans)
 
     def _record(self, view: View, moment: _Moment, margin: FloatArray, rewards: FloatArray) -> None:
         """Add the candidate with the largest margin to Hist; ties as in admission.

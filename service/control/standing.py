@@ -21,8 +21,9 @@ from service.control.reward import StartTimes, start_reward
 from service.control.tiers import tiers
 
 if TYPE_CHECKING:
-    from service.control.columns import FloatArray, IntArray, PrefixPrices
+    from service.control.columns import FloatArray, IntArray
     from service.control.config import ControlConfig
+    from service.control.spans import PrefixPrices
     from service.control.view import View
 
 FIRST_ROWS = 64

@@ -114,9 +114,9 @@ def test_no_column_is_made_and_no_price_moved_while_the_loop_waits(
     router, _ = busy(config, seed=0)
     for name in ("in_whole_blocks", "held_usage"):
         noted(started, name)
-    noted(prices, "subgradient")
+    noted(prices, "Descent")
     snapshot = router.price_problem(0.9)
     assert snapshot is not None
     assert made == []
     snapshot.solve()
-    assert set(made) == {"in_whole_blocks", "held_usage", "subgradient"}
+    assert set(made) == {"in_whole_blocks", "held_usage", "Descent"}

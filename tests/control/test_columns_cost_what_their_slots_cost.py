@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 from service.control.columns import (
     Columns,
     Horizon,
-    PrefixPrices,
     Usage,
     kv_footprint,
     service_steps,
-    total_usage,
 )
 from service.control.config import Kernel
+from service.control.spans import PrefixPrices, Spans, total_usage
 from tests.control.instances import (
-    EIGHTHS,
     KERNELS,
     Placed,
     columns_of,
@@ -79,10 +77,10 @@ def test_a_column_costs_its_batch_slots_and_its_tokens_at_their_prices__eq_10() 
     prefix = PrefixPrices.of(prices, Horizon(3, 1))
     column = one(Kernel.DECODE_ONLY, prompt=10, length=2)
     # 1 + 2 for the slots, 0.5 x 11 + 0 x 12 for the tokens.
-    assert prefix.cost(column).tolist() == [8.5]
+    assert prefix.cost(Spans.of(column, prefix.horizon)).tolist() == [8.5]
     mixed = one(Kernel.MIXED, prompt=10, length=2)
     # 1 + 2 + 4 for the slots, 0.5 x 10 + 0 x 11 + 0.25 x 12 for the tokens.
-    assert prefix.cost(mixed).tolist() == [15.0]
+    assert prefix.cost(Spans.of(mixed, prefix.horizon)).tolist() == [15.0]
 
 
 @given(
@@ -110,36 +108,13 @@ def test_total_usage_equals_the_sum_over_columns_and_slots__b_2(data: st.DataObj
 
 
 @given(st.data())
-def test_a_weight_multiplies_a_column_in_the_total__b_2(data: st.DataObject) -> None:
-    horizon, kernel, workers = data.draw(horizons()), data.draw(KERNELS), 2
-    placed = data.draw(placements(horizon, workers))
-    weight = [data.draw(EIGHTHS) for _ in placed]
-    use = total_usage(columns_of(kernel, placed), horizon, workers, np.array(weight, dtype=float))
-    naive = sum_of(
-        [
-            (
-                p.worker,
-                {
-                    slot: (batch * w, kv * w)
-                    for slot, (batch, kv) in naive_column(kernel, p, horizon).items()
-                },
-            )
-            for p, w in zip(placed, weight, strict=True)
-        ],
-        workers,
-        horizon,
-    )
-    assert use.batch.tolist() == naive.batch.tolist()
-    assert use.kv.tolist() == naive.kv.tolist()
-
-
-@given(st.data())
 def test_prefix_sums_price_a_column_as_the_sum_over_its_slots__eq_10(data: st.DataObject) -> None:
     horizon, kernel, workers = data.draw(horizons()), data.draw(KERNELS), 3
     placed = data.draw(placements(horizon, workers))
     prices = data.draw(usages(workers, horizon))
     tensor = tensor_of(prices)
-    costs = PrefixPrices.of(prices, horizon).cost(columns_of(kernel, placed))
+    spans = Spans.of(columns_of(kernel, placed), horizon)
+    costs = PrefixPrices.of(prices, horizon).cost(spans)
     assert costs.tolist() == [
         cost(naive_column(kernel, p, horizon), p.worker, tensor) for p in placed
     ]
@@ -151,7 +126,8 @@ def test_prefix_sums_price_a_column_on_every_worker__eq_10(data: st.DataObject) 
     placed = data.draw(placements(horizon, workers))
     prices = data.draw(usages(workers, horizon))
     tensor = tensor_of(prices)
-    costs = PrefixPrices.of(prices, horizon).cost_on_every_worker(columns_of(kernel, placed))
+    spans = Spans.of(columns_of(kernel, placed), horizon)
+    costs = PrefixPrices.of(prices, horizon).cost_on_every_worker(spans)
     assert costs.shape == (len(placed), workers)
     assert costs.tolist() == [
         [cost(naive_column(kernel, p, horizon), g, tensor) for g in range(workers)] for p in placed
@@ -167,7 +143,8 @@ def test_cost_is_what_the_prices_take_of_the_total_usage__eq_10(data: st.DataObj
     columns = columns_of(kernel, placed)
     use = total_usage(columns, horizon, workers)
     inner = (use.batch * prices.batch).sum() + (use.kv * prices.kv).sum()
-    assert PrefixPrices.of(prices, horizon).cost(columns).sum() == pytest.approx(inner)
+    priced = PrefixPrices.of(prices, horizon).cost(Spans.of(columns, horizon))
+    assert priced.sum() == pytest.approx(inner)
 
 
 def test_service_steps_and_footprints_accept_empty_arrays() -> None:

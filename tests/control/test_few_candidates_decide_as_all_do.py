@@ -20,10 +20,11 @@ from service.control import (
     WorkerJoined,
 )
 from service.control.assign import Candidates, admit_balanced
-from service.control.columns import Columns, Horizon, PrefixPrices, Usage
+from service.control.columns import Columns, Horizon, Usage
 from service.control.foremost import Foremost, foremost
 from service.control.forward import ForwardLp
 from service.control.residual import Residual
+from service.control.spans import PrefixPrices, Spans
 from service.control.standing import Settled, Standing
 from service.control.view import Pair, View
 from tests.control.driving import ask, spec
@@ -111,7 +112,8 @@ def test_a_start_costs_what_its_column_costs_to_the_last_bit(seed: int) -> None:
         sequences=rng.integers(1, 4, n).astype(float),
     )
     sums = PrefixPrices.of(prices, horizon)
-    assert np.array_equal(sums.cost_of_starts(columns), sums.cost_on_every_worker(columns))
+    every = sums.cost_on_every_worker(Spans.of(columns, horizon))
+    assert np.array_equal(sums.cost_of_starts(columns), every)
 
 
 class Watching(Standing):

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.control.columns import Columns, Horizon, in_whole_blocks, total_usage
+from service.control.columns import Columns, Horizon, in_whole_blocks
+from service.control.spans import total_usage
 
 
 def _one(start: int, steps: int, footprint: int) -> Columns:

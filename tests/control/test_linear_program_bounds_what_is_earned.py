@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.control.assign import Candidates, Residual, admit, admit_balanced
-from service.control.columns import PrefixPrices, Usage
+from service.control.columns import Usage
 from service.control.prices import dual_bound
+from service.control.spans import PrefixPrices, Spans
 from tests.control import naive_olp
 from tests.control.instances import StartInstance, start_instances, tensor_of, usages
 from tests.control.lp_oracle import TOLERANCE, StartProblem, dual_optimum, lp_optimum
@@ -41,7 +42,8 @@ def problem_of(instance: StartInstance, rewards: np.ndarray) -> StartProblem:
 
 
 def margins_at(instance: StartInstance, prices: Usage, rewards: np.ndarray) -> np.ndarray:
-    cost = PrefixPrices.of(prices, instance.horizon).cost_on_every_worker(instance.columns())
+    spans = Spans.of(instance.columns(), instance.horizon)
+    cost = PrefixPrices.of(prices, instance.horizon).cost_on_every_worker(spans)
     return np.asarray(rewards - cost)
 
 

@@ -371,3 +371,46 @@ def test_the_history_keeps_the_newest_columns_in_a_ring(
         strict=True,
     )
     assert sorted(tuple(map(float, row)) for row in rows) == sorted(naive)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_that_look_at_few_buckets_are_whole_subgradient_steps_to_the_last_bit(
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    workers, horizon, n = 7, Horizon(40, 4), 30
+    shape = (workers, horizon.buckets)
+    near, far = rng.random((workers, 1)) < 0.5, rng.random((workers, 1)) < 0.3
+    held = (near & (np.arange(horizon.buckets) < 3)) | far
+    problem = two_columns(
+        horizon=horizon,
+        scarcity=Usage(batch=rng.random(shape) * (rng.random(shape) < 0.9), kv=rng.random(shape)),
+        columns=Columns(
+            worker=rng.integers(0, workers, n),
+            start=rng.integers(0, 150, n).astype(float),
+            steps=rng.integers(1, 80, n).astype(float),
+            footprint=rng.integers(0, 50, n).astype(float),
+            sequences=rng.integers(1, 3, n).astype(float),
+        ),
+        rewards=rng.random(n) * 8,
+        warm=Usage(batch=held * rng.random(shape), kv=held * rng.random(shape)),
+        any_worker=bool(seed % 2),
+        batch=n,
+        seed=seed,
+        worker_ids=tuple(f"w{g}" for g in range(workers)),
+    )
+    prices = problem.warm
+    for step in range(5):
+        found = replace(problem, steps=step + 1).solve().prices
+        # A mini-batch as large as the history is a permutation of it, which sums may feel.
+        order = np.random.default_rng(seed)
+        sample = [order.choice(n, size=n, replace=False) for _ in range(step + 1)][-1]
+        slope = subgradient(problem, prices, sample)
+        prices = Usage(
+            batch=np.maximum(slope.batch * -problem.step_size + prices.batch, 0.0),
+            kv=np.maximum(slope.kv * -problem.step_size + prices.kv, 0.0),
+        )
+        assert np.array_equal(found.batch, prices.batch)
+        assert np.array_equal(found.kv, prices.kv)
+    assert prices.kv.any()
+    assert not prices.batch.all()
