@@ -32,7 +32,7 @@ test-vllm: setup ## the tests against real vLLM on the CPU (installs it: 2.5 GB,
 	@$(BIN)/pytest -m vllm tests/vllm
 
 soak: setup ## chaos: workers that fail in every way, clients that leave; fails if anything is lost (SECONDS=120 SEED=0)
-	@$(BIN)/bidgate-load soak --seconds $(or $(SECONDS),120) --seed $(or $(SEED),0) --out out/soak
+	@$(BIN)/bidgate-load soak --duration-s $(or $(SECONDS),120) --seed $(or $(SEED),0) --out out/soak
 
 fuzz: setup ## fuzz both sockets, bodies, headers and metrics pages; prints what was seen (EXAMPLES=2000)
 	@FUZZ_EXAMPLES=$(or $(EXAMPLES),2000) $(BIN)/pytest --timeout 3600 tests/fuzz

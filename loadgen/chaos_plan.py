@@ -148,7 +148,7 @@ class ChaosSpec:
     """One chaos run.
 
     Attributes:
-        seconds: how long requests arrive.
+        duration_s: how long requests arrive.
         seed: of everything that is drawn.
         workers: mock workers.
         batch_limit: sequences in one worker's batch.
@@ -159,7 +159,7 @@ class ChaosSpec:
         faults_per_s: how often something goes wrong, over the fleet.
     """
 
-    seconds: float = 120.0
+    duration_s: float = 120.0
     seed: int = 0
     workers: int = 8
     batch_limit: int = 8
@@ -171,8 +171,8 @@ class ChaosSpec:
 
     def __post_init__(self) -> None:
         """Refuse runs that cannot be."""
-        if not (self.seconds >= 1 and self.time_scale > 0 and self.load > 0):
-            raise ValueError("seconds must be at least 1, time_scale and load positive")
+        if not (self.duration_s >= 1 and self.time_scale > 0 and self.load > 0):
+            raise ValueError("duration_s must be at least 1, time_scale and load positive")
         if self.workers < 1 or self.batch_limit < max(SEQUENCES.values()):
             raise ValueError(f"give a worker, and a batch of at least {max(SEQUENCES.values())}")
 
@@ -217,7 +217,7 @@ def plan_requests(spec: ChaosSpec) -> list[PlannedRequest]:
     """Draw requests until their work is the load, and spread them evenly at random."""
     rng = random.Random(f"requests {spec.seed}")
     kinds, weights = list(KIND_WEIGHTS), list(KIND_WEIGHTS.values())
-    budget = spec.load * spec.capacity_per_s * spec.seconds
+    budget = spec.load * spec.capacity_per_s * spec.duration_s
     drawn: list[tuple[Kind, int, float | None, float]] = []
     while budget > 0:
         kind = rng.choices(kinds, weights)[0]
@@ -227,7 +227,7 @@ def plan_requests(spec: ChaosSpec) -> list[PlannedRequest]:
         drawn.append((kind, tokens, leave_s, dawdle_s))
         if kind not in UNSERVED | LIGHT:
             budget -= SEQUENCES.get(kind, 1) * (tokens + 1)
-    times_s = sorted(rng.uniform(0.0, spec.seconds) for _ in drawn)
+    times_s = sorted(rng.uniform(0.0, spec.duration_s) for _ in drawn)
     plan: list[PlannedRequest] = []
     stored = -1
     for index, (at_s, one) in enumerate(zip(times_s, drawn, strict=True)):
@@ -239,11 +239,11 @@ def plan_requests(spec: ChaosSpec) -> list[PlannedRequest]:
 def plan_faults(spec: ChaosSpec) -> list[PlannedFault]:
     """Deal faults from a shuffled deck, so that each kind comes up; once every worker is killed."""
     rng = random.Random(f"faults {spec.seed}")
-    calm_s = CALM_SHARE * spec.seconds
+    calm_s = CALM_SHARE * spec.duration_s
     at_s = calm_s
     plan: list[PlannedFault] = []
     deck: list[Fault] = []
-    while at_s < spec.seconds - calm_s:
+    while at_s < spec.duration_s - calm_s:
         if not deck:
             deck = list(Fault)
             rng.shuffle(deck)
@@ -252,7 +252,7 @@ def plan_faults(spec: ChaosSpec) -> list[PlannedFault]:
         plan.append(PlannedFault(at_s, rng.randrange(spec.workers), fault, for_s))
         at_s += rng.expovariate(spec.faults_per_s)
     blackout = (
-        PlannedFault(spec.seconds / 2, worker, Fault.KILL, BLACKOUT_S)
+        PlannedFault(spec.duration_s / 2, worker, Fault.KILL, BLACKOUT_S)
         for worker in range(spec.workers)
     )
     return sorted((*plan, *blackout), key=lambda one: one.at_s)

@@ -14,13 +14,13 @@ SUMMARY = "summary.json"
 
 
 def soak(
-    *, seconds: float = 120.0, seed: int = 0, load: float = 1.2, out: Path = DEFAULT_OUT
+    *, duration_s: float = 120.0, seed: int = 0, load: float = 1.2, out: Path = DEFAULT_OUT
 ) -> int:
     """Torture a router with failing workers and leaving clients; fails if anything is lost.
 
     Parameters
     ----------
-    seconds
+    duration_s
         How long requests arrive.
     seed
         Of requests, clients and faults: the same seed gives the same plan.
@@ -33,8 +33,8 @@ def soak(
     from loadgen.chaos_plan import ChaosSpec
 
     out.mkdir(parents=True, exist_ok=True)
-    report = asyncio.run(run_chaos(ChaosSpec(seconds=seconds, seed=seed, load=load), out))
-    figures = {"seconds": seconds, "seed": seed, "load": load} | report.figures()
+    report = asyncio.run(run_chaos(ChaosSpec(duration_s=duration_s, seed=seed, load=load), out))
+    figures = {"duration_s": duration_s, "seed": seed, "load": load} | report.figures()
     (out / SUMMARY).write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2))
     _tell(figures)
     return 1 if report.troubles else 0

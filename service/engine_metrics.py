@@ -1,9 +1,8 @@
 """Read what a router needs from a vLLM Prometheus page; everything else is skipped unread.
 
-A targeted scan: a general parser costs about fifty times more (it builds every series), at ten
-scrapes a second of eight workers most of a core. Unknown stays None, because an absent series
-is not a zero. No I/O here: worker_probe.py fetches the pages,
-engine_reports.py compares them.
+A targeted scan: a general parser builds every series and costs many times more (docs/decisions.md).
+Unknown stays None, because an absent series is not a zero. No I/O here: worker_probe.py fetches the
+pages, engine_reports.py compares them.
 """
 
 from __future__ import annotations

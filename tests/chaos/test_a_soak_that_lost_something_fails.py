@@ -56,7 +56,7 @@ def soak(report: ChaosReport, out: Path, monkeypatch: pytest.MonkeyPatch) -> int
 
     monkeypatch.setattr("loadgen.chaos.run_chaos", found)
     with pytest.raises(SystemExit) as ended:
-        run(["soak", "--seconds", "1", "--out", str(out)])
+        run(["soak", "--duration-s", "1", "--out", str(out)])
     assert isinstance(ended.value.code, int)
     return ended.value.code
 

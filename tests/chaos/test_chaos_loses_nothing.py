@@ -34,7 +34,7 @@ async def test_a_short_run_with_every_fault_and_every_kind_of_request_loses_noth
     tmp_path: Path,
 ) -> None:
     report = await run_chaos(
-        ChaosSpec(seconds=SECONDS, seed=1, faults_per_s=FAULTS_PER_S), tmp_path
+        ChaosSpec(duration_s=SECONDS, seed=1, faults_per_s=FAULTS_PER_S), tmp_path
     )
     assert report.troubles == []
     assert report.wrong == []
@@ -46,7 +46,7 @@ async def test_a_short_run_with_every_fault_and_every_kind_of_request_loses_noth
 
 
 def test_the_same_seed_is_the_same_plan_and_another_seed_is_not() -> None:
-    spec = ChaosSpec(seconds=30.0, seed=3)
+    spec = ChaosSpec(duration_s=30.0, seed=3)
     assert plan_requests(spec) == plan_requests(spec)
     assert plan_faults(spec) == plan_faults(spec)
     other = replace(spec, seed=4)
@@ -55,7 +55,7 @@ def test_the_same_seed_is_the_same_plan_and_another_seed_is_not() -> None:
 
 
 def test_a_plan_offers_the_load_that_was_asked_for_and_everything_that_can_go_wrong() -> None:
-    spec = ChaosSpec(seconds=120.0, load=1.2)
+    spec = ChaosSpec(duration_s=120.0, load=1.2)
     requests, faults = plan_requests(spec), plan_faults(spec)
     sequences = {Kind.PARALLEL: 2, Kind.BATCH: 3, Kind.ID_BATCH: 4}
     work = sum(
@@ -120,7 +120,7 @@ def test_every_format_is_judged_by_its_own_end(kind: Kind, answer: Answer, end: 
 
 
 def test_stored_responses_are_asked_for_once_there_is_one() -> None:
-    plan = plan_requests(ChaosSpec(seconds=30.0))
+    plan = plan_requests(ChaosSpec(duration_s=30.0))
     kinds = {request.index: request.kind for request in plan}
     about = [request for request in plan if request.kind in STORED]
     assert all(kinds[one.about] is Kind.RESPONSE for one in about if one.about != one.index)

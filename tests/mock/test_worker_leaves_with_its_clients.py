@@ -13,6 +13,8 @@ import pytest
 from tests.mock.mock_client import over_http
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import httpx
 
     from service.mock.worker import MockServer
@@ -31,7 +33,7 @@ def request_bytes(*, stream: bool) -> bytes:
 async def until(server: MockServer, *, running: int, waiting: int) -> None:
     series = server.engine.series
     async with asyncio.timeout(PATIENCE_S):
-        while (series.stats.running, series.stats.waiting) != (running, waiting):  # noqa: ASYNC110
+        while (series.stats.running, series.stats.waiting) != (running, waiting):  # noqa: ASYNC110 - no event tells it
             await asyncio.sleep(0.005)
 
 
@@ -58,7 +60,9 @@ def half_close(writer: asyncio.StreamWriter) -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
 @pytest.mark.parametrize("leave", [asyncio.StreamWriter.close, reset, half_close])
-async def test_leaving_aborts_a_running_and_a_waiting_request(leave, stream: bool) -> None:  # noqa: ANN001
+async def test_leaving_aborts_a_running_and_a_waiting_request(
+    leave: Callable[[asyncio.StreamWriter], None], stream: bool
+) -> None:
     async with over_http(batch_limit=1, time_scale=10.0) as (client, server):
         _, first = await connect(client, stream=stream)
         await until(server, running=1, waiting=0)
@@ -71,7 +75,7 @@ async def test_leaving_aborts_a_running_and_a_waiting_request(leave, stream: boo
         assert server.engine.series.stats.kv_blocks_used == 0
         assert server.engine.series.stats.aborted_total == 2
         async with asyncio.timeout(PATIENCE_S):
-            while (await client.get("/load")).json() != {"server_load": 0}:  # noqa: ASYNC110
+            while (await client.get("/load")).json() != {"server_load": 0}:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.005)
         first.close()
         second.close()

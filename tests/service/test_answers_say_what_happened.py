@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import sys
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
@@ -13,8 +14,11 @@ import pytest
 import structlog
 
 from service.control.config import ControlConfig, PolicyName
+from service.control.events import Request
 from service.edge_config import EdgeConfig
 from service.logs import LogFormat, LogLevel, configure_logging, printable
+from service.placement import Placement
+from service.trace import Trace
 from tests.asgi import Exchange, http_scope
 from tests.clock import run_virtual
 from tests.service.stage import DONE, HandlerTransport, Stage, answer, completion, event, stream
@@ -253,11 +257,11 @@ def test_a_slow_upload_gains_no_age_and_costs_no_patience() -> None:
             arrivals: list[float] = []
             place = stage.queue.place
 
-            def placing(request, trace):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+            def placing(request: Request, trace: Trace) -> AbstractAsyncContextManager[Placement]:
                 arrivals.append(request.arrival_s)
                 return place(request, trace)
 
-            stage.queue.place = placing  # type: ignore[method-assign]
+            stage.queue.place = placing  # type: ignore[assignment, method-assign]
             await SlowUpload(body, 30.0).send(stage)
             assert arrivals == [60.0]
 

@@ -49,7 +49,10 @@ def test_the_body_arrives_byte_for_byte(body: bytes) -> None:
 
 
 def test_a_field_that_lets_clients_kill_engines_is_taken_out_and_nothing_else() -> None:
-    body = b'{"model":"m","prompt":"x","big":123456789012345678901234567890,"kv_transfer_params":{"do_remote_prefill":true}}'  # noqa: E501
+    body = (
+        b'{"model":"m","prompt":"x","big":123456789012345678901234567890,'
+        b'"kv_transfer_params":{"do_remote_prefill":true}}'
+    )
 
     async def scenario() -> None:
         worker = HandlerTransport(plain)

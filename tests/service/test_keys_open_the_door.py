@@ -311,8 +311,7 @@ def test_requests_inside_count_whatever_their_method(method: str) -> None:
         assert sorted(exchange.status for exchange in done) == [200, 429, 429]
         assert stage.door.running() == {"": 0}
 
-    slow = lambda: stream((1.0, b"x"))  # noqa: E731
-    run_stage((a_key("one", requests_max=1),), scenario, slow)
+    run_stage((a_key("one", requests_max=1),), scenario, lambda: stream((1.0, b"x")))
 
 
 @pytest.mark.parametrize(
