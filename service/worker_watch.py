@@ -380,9 +380,9 @@ class WorkerWatch:
             return True
         return now_s - self._scraped_at_s > self._config.stale_after_s
 
-    async def _pause(self, seconds_s: float) -> None:
+    async def _pause(self, mean_s: float) -> None:
         jitter = self._config.jitter
-        await asyncio.sleep(seconds_s * self._rng.uniform(1 - jitter, 1 + jitter))
+        await asyncio.sleep(mean_s * self._rng.uniform(1 - jitter, 1 + jitter))
 
 
 def _now_s() -> float:
