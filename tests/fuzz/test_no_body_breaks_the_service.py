@@ -19,7 +19,7 @@ from tests.clock import run_virtual
 from tests.fuzz.conftest import examples, forget_applications
 from tests.service.scripted_server import ScriptedServer, page
 from tests.service.stage import HandlerTransport, Stage, answer
-from tests.service.test_fleet_follows_its_workers import watching
+from tests.service.watched import watching
 
 BATCH = 10
 FUZZ = settings(

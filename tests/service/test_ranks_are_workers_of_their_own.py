@@ -21,7 +21,7 @@ from tests.clock import run_virtual
 from tests.service.live import mock, serving_mocks, until
 from tests.service.scripted_server import ScriptedServer, page
 from tests.service.stage import HandlerTransport, Stage, answer, completion, ends
-from tests.service.test_fleet_follows_its_workers import Watched, watching_ranks
+from tests.service.watched import Watched, watching_ranks
 
 if TYPE_CHECKING:
     from service.mock.worker import MockServer

@@ -13,7 +13,7 @@ from service.engine_progress import EngineProgress
 from service.fleet_types import WatchConfig
 from tests.clock import run_virtual
 from tests.service.scripted_server import ScriptedServer, page
-from tests.service.test_fleet_follows_its_workers import watching
+from tests.service.watched import watching
 
 PATIENT = WatchConfig(stalled_after_s=10.0)
 
