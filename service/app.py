@@ -209,6 +209,8 @@ def _build_parts(settings: Settings) -> _Parts:
     )
     ways = make_ways(doors, reading(settings.edge, keeps_keys=False), settings.light)
     roster = Roster(crew, partial(_running, queue, light), settings.discovery.remove_s)
+    inside = Inside(settings.edge)
+    inside.bytes.make_room = queue.make_room
     return _Parts(
         log=log,
         telemetry=telemetry,
@@ -223,7 +225,7 @@ def _build_parts(settings: Settings) -> _Parts:
         discovery=Discovery(roster.want, fleet.is_up),
         forwarder=forwarder,
         door=Door(),
-        inside=Inside(settings.edge),
+        inside=inside,
         tracer=_make_tracer(settings.tracing),
         worker_tls=worker_tls,
     )

@@ -5,21 +5,31 @@ A bound on requests alone is none on memory: ten thousand may wait, each with a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from starlette.types import Message, Receive
 
+from service.control.displacement import Bid
 from service.control.events import Refusal
 from service.errors import RefusedError
 
 
 class Claim:
-    """What one request holds."""
+    """What one request holds.
+
+    Attributes:
+        held: bytes of its body that are here.
+        expected: of its whole body, where it said so; else 0.
+        bid: tells what it is worth, if that is known before its body is; others may have to make
+            room for it.
+    """
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
         self.held = 0
+        self.expected = 0
+        self.bid: Callable[[], Bid | None] = lambda: None
 
     def add(self, size: int) -> None:
         """Hold more bytes.
@@ -29,12 +39,22 @@ class Claim:
         """
         budget = self._budget
         if budget.held + size > budget.bytes_max:
+            self._ask_for_room(size)
+        if budget.held + size > budget.bytes_max:
             raise RefusedError(
                 Refusal.QUEUE_FULL,
                 f"the requests inside hold {budget.held} bytes already",
             )
         budget.held += size
         self.held += size
+
+    def _ask_for_room(self, size: int) -> None:
+        """Ask once for the whole body: nobody is to go for one that is refused at its end."""
+        bid = self.bid()
+        if bid is not None:
+            budget = self._budget
+            wanted = max(size, self.expected - self.held)
+            budget.make_room(bid, budget.held + wanted - budget.bytes_max)
 
     def release(self) -> None:
         """Hold nothing any more: what was held has gone on."""
@@ -59,11 +79,13 @@ class ByteBudget:
 
     Attributes:
         bytes_max: most that may be held. held: now.
+        make_room: called for a request of known worth that lacks so many bytes.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.held = 0
+        self.make_room: Callable[[Bid, int], None] = lambda _bid, _size: None
 
     @contextmanager
     def claim(self) -> Iterator[Claim]:

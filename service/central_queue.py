@@ -41,12 +41,17 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from service.control.config import ControlConfig
+    from service.control.displacement import Bid
     from service.control.prices import PriceSnapshot, PriceSolution
     from service.control.router import Router
     from service.queue_stats import QueueConfig
     from service.trace import Trace
 
 TICK_RETRY_S: Final = 0.1
+
+
+def _holds_nothing() -> None:
+    """What a request without a body in memory gives back."""
 
 
 class Refresher(Protocol):
@@ -103,18 +108,24 @@ class CentralQueue:
         self._refused_at_door = 0
 
     @asynccontextmanager
-    async def place(self, request: Request, trace: Trace | None = None) -> AsyncIterator[Placement]:
+    async def place(
+        self,
+        request: Request,
+        trace: Trace | None = None,
+        release: Callable[[], None] = _holds_nothing,
+    ) -> AsyncIterator[Placement]:
         """Wait for a start, hold it for the block, and end the request exactly once.
 
         The request id is replaced by one of our own, as clients may repeat theirs. Leaving the
         block normally ends the request as `placement.outcome`; ClientGoneError and cancellation
         end it as cancelled, any other exception as failed. A client that leaves while its request
-        waits is taken out of the queue.
+        waits is taken out of the queue. `release` gives back the memory of its body, should the
+        request have to make room.
 
         Raises:
             RefusedError: the router turned the request away, which ends it as refused.
         """
-        placement = self._enter(request, trace or Untraced())
+        placement = self._enter(request, trace or Untraced(), release)
         try:
             await placement.start()
             yield placement
@@ -165,6 +176,17 @@ class CentralQueue:
             RouterBrokeError: it could not be booked, so nothing would ever start the request.
         """
         self._book(Prefilled(request_id))
+
+    def make_room(self, bid: Bid, size: int) -> None:
+        """Refuse requests that wait, hold so many bytes and are worth less than a newcomer.
+
+        Their bytes are given back at once, for the newcomer; nobody goes where that is not enough.
+        """
+        now_s = asyncio.get_running_loop().time()
+        commands = self._router.make_room(bid, size, now_s)
+        for command in commands:
+            self._held[command.request_id].release()
+        self._obey(commands, now_s)
 
     def reconfigure(self, config: QueueConfig, control: ControlConfig) -> None:
         """Take other settings for queue and router; nobody inside notices."""
@@ -232,12 +254,12 @@ class CentralQueue:
         """A future the next command for a placement resolves."""
         return asyncio.get_running_loop().create_future()
 
-    def _enter(self, request: Request, trace: Trace) -> Placement:
+    def _enter(self, request: Request, trace: Trace, release: Callable[[], None]) -> Placement:
         if self._draining:
             self._refused_at_door += 1
             raise RefusedError(Refusal.DRAINING, "bidgate is shutting down")
         request = replace(request, request_id=f"r{next(self._ids)}")
-        placement = Placement(self, request, trace)
+        placement = Placement(self, request, trace, release)
         self._held[request.request_id] = placement
         try:
             self._book(Arrived(request))

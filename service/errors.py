@@ -83,6 +83,7 @@ NO_REQUEST: Final = (HEAD_TOO_LARGE, HEAD_TOO_SLOW, BAD_HTTP)
 REFUSAL_ANSWERS: Final[Mapping[Refusal, Answer]] = MappingProxyType(
     {
         Refusal.QUEUE_FULL: Answer(429, "rate_limit_error", "queue_full", retry=True),
+        Refusal.DISPLACED: Answer(429, "rate_limit_error", "displaced", retry=True),
         Refusal.WAITED_TOO_LONG: Answer(429, "rate_limit_error", "waited_too_long", retry=True),
         Refusal.WOULD_WAIT: Answer(429, "rate_limit_error", "would_wait", retry=True),
         Refusal.TOO_LARGE: Answer(400, "invalid_request_error", "context_length_exceeded"),

@@ -10,7 +10,9 @@ from starlette.types import Receive, Scope
 
 from service.asgi import AsgiReply
 from service.byte_budget import Claim
-from service.headers import RawHeaders
+from service.control.displacement import Bid
+from service.errors import BadRequestError
+from service.headers import RawHeaders, announced_bytes
 from service.hints import HeaderFacts, read_headers
 from service.request_record import RequestRecord
 from service.surface import Route
@@ -65,7 +67,21 @@ class Exchange:
         Raises:
             RefusedError: when called, too many bytes are held already.
         """
+        self.claim.expected = announced_bytes(self.headers) or 0
         return self.claim.counting(self.receive)
+
+    def bid(self) -> Bid | None:
+        """What its headers say that it is worth; None where only its body could say that.
+
+        None too where they do not say how long that is: others might go for it in vain.
+        """
+        if not self.claim.expected:
+            return None
+        try:
+            hints = self.hints()
+        except BadRequestError:
+            return None
+        return None if hints.value is None else Bid(value=hints.value, tenant=hints.tenant)
 
     @property
     def target(self) -> str:

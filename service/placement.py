@@ -75,9 +75,12 @@ class Placement:
         column_tokens: output tokens that were set aside for it when it was started last.
         outcome: how it will end if the block is left without an exception.
         prices: of a batch slot and of a KV token where it was started last, when it was.
+        release: gives back the memory of its body; called when it has to make room.
     """
 
-    def __init__(self, desk: Desk, request: Request, trace: Trace) -> None:
+    def __init__(
+        self, desk: Desk, request: Request, trace: Trace, release: Callable[[], None]
+    ) -> None:
         self.request = request
         self.worker_id = ""
         self.prefill_id = ""
@@ -91,6 +94,7 @@ class Placement:
         self.outcome = Outcome.COMPLETED
         self.gone = False
         self.prices = (0.0, 0.0)
+        self.release = release
         self._desk = desk
         self._trace = trace
         self._turn: asyncio.Future[Command] = desk.new_turn()

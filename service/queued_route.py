@@ -87,6 +87,7 @@ class QueuedRoute:
         """Read, wait for a worker, relay."""
         stopwatch, record = self._queue.stopwatch, exchange.record
         check_plain(exchange.headers)
+        exchange.claim.bid = exchange.bid
         body = await read_whole(exchange.headers, exchange.receive_held, self.config.bounds)
         exchange.arrived(asyncio.get_running_loop().time())
         began_s = stopwatch()
@@ -103,7 +104,7 @@ class QueuedRoute:
             pause_s = self.config.comment_s if facts.streams else 0.0
             async with (
                 comments_while_waiting(exchange.reply, pause_s) as stop_comments,
-                self._queue.place(request, exchange.trace) as placement,
+                self._queue.place(request, exchange.trace, exchange.claim.release) as placement,
             ):
                 stop_comments()
                 exchange.reply.placement = placement
@@ -172,6 +173,7 @@ class QueuedRoute:
             streams=facts.streams,
             pinned_worker=self.config.pin(hints) if owner is None else owner.worker_id,
             prefix=facts.prefix,
+            body_bytes=exchange.claim.held,
             whole=facts.whole or not exchange.target.startswith(SPLIT_PATHS),
         )
 

@@ -79,6 +79,7 @@ LIVE: Final = (
     "control.affinity",
     "control.slow_start_s",
     "control.queue_max",
+    "control.displace",
     "control.max_wait_s",
     "control.no_worker_hold_s",
 )

@@ -280,6 +280,9 @@ class ControlConfig:
         age_memory_s: how long the longest recent wait and the number of requests are remembered, at
             least; at most twice as long.
         queue_max: most requests that may wait.
+        displace: a full queue refuses the newest of those in its lowest tier of value instead of a
+            newcomer of a higher one, as online_lp starts the higher one first in any case; off
+            refuses the newcomer whoever it is, as the plain policies do.
         max_wait_s: longest wait of a request in the central queue.
         no_worker_hold_s: how long a request waits for any worker to come up.
         slow_start_s: a worker that comes up while others serve gets its batch slots one after the
@@ -309,6 +312,7 @@ class ControlConfig:
     age_stretch: float = 5.0
     age_memory_s: float = 60.0
     queue_max: int = 10_000
+    displace: bool = True
     max_wait_s: float = 120.0
     no_worker_hold_s: float = 5.0
     slow_start_s: float = 5.0
@@ -360,7 +364,7 @@ FIXED_AT_START = (
     "seed",
 )
 """What the ledger, the look-ahead and the forecasts are built on."""
-NOT_THE_POLICYS = ("queue_max", "max_wait_s", "no_worker_hold_s", "slow_start_s")
+NOT_THE_POLICYS = ("queue_max", "displace", "max_wait_s", "no_worker_hold_s", "slow_start_s")
 
 
 def taken_live(old: ControlConfig, new: ControlConfig) -> tuple[ControlConfig, bool]:

@@ -24,6 +24,7 @@ class Refusal(StrEnum):
     """Why a request was turned away; doubles as a metric label."""
 
     QUEUE_FULL = "queue_full"
+    DISPLACED = "displaced"
     WAITED_TOO_LONG = "waited_too_long"
     TOO_LARGE = "too_large"
     UNKNOWN_MODEL = "unknown_model"
@@ -94,6 +95,7 @@ class Request:
         pinned_worker: the only worker that can serve it (it holds the state), or "".
         whole: one worker must do all of it; else a prefill worker may compute the prompt.
         prefix: by what its prompt's beginning is known again; None where it is too short for that.
+        body_bytes: what it holds in memory while it waits.
     """
 
     request_id: str
@@ -115,6 +117,7 @@ class Request:
     pinned_worker: str = ""
     whole: bool = False
     prefix: Prefix | None = None
+    body_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values no request can have."""

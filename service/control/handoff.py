@@ -15,7 +15,8 @@ import numpy as np
 
 from service.control.columns import FloatArray
 from service.control.events import Command, Prefill, Refuse, Request
-from service.control.waiting import Entry, Route, WaitingRoom
+from service.control.kinds import Route
+from service.control.waiting import Entry, WaitingRoom
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,13 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from service.control.config import PolicyName
+from service.control.displacement import Bid
 from service.control.events import Command, Outcome, Refusal, Refuse, Request
-from service.control.waiting import Entry, Route, fit_to_fleet
+from service.control.kinds import Route
+from service.control.waiting import Entry, fit_to_fleet
 from service.control.worker_stats import free_slots
 
 if TYPE_CHECKING:
     from service.control.affinity import Affinity
     from service.control.config import ControlConfig
+    from service.control.displacement import Displacement
     from service.control.fleet_state import FleetState
     from service.control.handoff import Handoff
     from service.control.ledger import Ledger
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
 RETURNS_MAX = 8
 """Workers that may turn one request away before it is refused."""
+DISPLACED_FROM_QUEUE = "the queue is full, and a request of more value took the place"
+DISPLACED_FROM_MEMORY = "memory for requests is full, and one of more value took the room"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,14 +43,15 @@ class Life:
     fleet: FleetState
     affinity: Affinity
     waiting: WaitingRoom
+    displacement: Displacement
     handoff: Handoff
     ledger: Ledger
     tenants: Tenants
     rate: RateMonitor
     counters: Counters
 
-    def arrive(self, request: Request) -> list[Command]:
-        """Let a request wait, or refuse it at once.
+    def arrive(self, request: Request, now_s: float) -> list[Command]:
+        """Let a request wait, or refuse it at once, or one that makes room for it.
 
         Raises:
             KeyError: it is held already.
@@ -68,15 +75,42 @@ class Life:
         fit_to_fleet(entry, self.fleet)
         self.tenants.place(entry, self.waiting.tenants, request.arrival_s)
         self.waiting.add(entry)
-        turned_away = self._turn_away(entry)
-        return [] if turned_away is None else [self.refuse(request.request_id, *turned_away)]
+        unfit = self._unfit(entry)
+        if self._is_full():
+            return [self._make_place(entry, now_s, fits=unfit is None)]
+        return [] if unfit is None else [self.refuse(request_id, *unfit)]
 
-    def _turn_away(self, entry: Entry) -> tuple[Refusal, str] | None:
-        """Reasons to refuse at once, before any wait."""
+    def _is_full(self) -> bool:
         # Those who arrive at one instant are counted before the tick that starts some of them.
         waiting, room = len(self.waiting), self.config.queue_max
-        if waiting > room and waiting > room + free_slots(self.fleet, self.ledger).sum():
-            return Refusal.QUEUE_FULL, f"{room} requests are waiting already"
+        return waiting > room and waiting > room + free_slots(self.fleet, self.ledger).sum()
+
+    def _make_place(self, entry: Entry, now_s: float, *, fits: bool) -> Command:
+        """The queue is full: refuse one of those that are worth less, else the newcomer."""
+        request, room = entry.request, self.config.queue_max
+        # Who does not wait would often take a place and be refused in the next tick all the same.
+        if fits and request.max_wait_s != 0 and self.displaces:
+            bid = Bid(value=request.value, tenant=request.tenant)
+            displaced = self.displacement.for_a_place(bid, now_s)
+            if displaced is not None:
+                return self.refuse(displaced, Refusal.DISPLACED, DISPLACED_FROM_QUEUE)
+        detail = f"{room} requests are waiting already"
+        return self.refuse(request.request_id, Refusal.QUEUE_FULL, detail)
+
+    def make_room(self, bid: Bid, size: int, now_s: float) -> list[Command]:
+        """Refuse those that are worth less and hold so many bytes of bodies, else nobody."""
+        if not self.displaces:
+            return []
+        found = self.displacement.for_bytes(bid, size, now_s)
+        return [self.refuse(one, Refusal.DISPLACED, DISPLACED_FROM_MEMORY) for one in found]
+
+    @property
+    def displaces(self) -> bool:
+        """Whether value decides who is refused; the plain policies know none."""
+        return self.config.displace and self.config.policy is PolicyName.ONLINE_LP
+
+    def _unfit(self, entry: Entry) -> tuple[Refusal, str] | None:
+        """Reasons to refuse at once whatever room there is."""
         if not len(self.fleet):
             return None
         model = entry.request.model

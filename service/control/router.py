@@ -15,6 +15,7 @@ from service.control.affinity import Affinity
 from service.control.baselines import CentralFcfs
 from service.control.columns import FloatArray
 from service.control.config import ControlConfig, PolicyName, taken_live
+from service.control.displacement import Bid, Displacement
 from service.control.events import (
     Arrived,
     Command,
@@ -91,6 +92,7 @@ class Router:
             fleet=self._fleet,
             affinity=self._affinity,
             waiting=self._waiting,
+            displacement=Displacement(self._waiting, self._tenants),
             handoff=self._handoff,
             ledger=self._ledger,
             tenants=self._tenants,
@@ -105,12 +107,14 @@ class Router:
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Book one event; answers only refusals that need no decision (queue full, too large).
 
+        A full queue may refuse another than who arrives.
+
         Raises:
             KeyError: the event names a request or worker that the router does not hold.
         """
         match event:
             case Arrived(request):
-                return self._life.arrive(request)
+                return self._life.arrive(request, now_s)
             case FirstToken(request_id):
                 self._ledger.progress({request_id: 1}, now_s)
                 self._affinity.computed(request_id, now_s)
@@ -131,6 +135,13 @@ class Router:
             case _:
                 assert_never(event)
         return []
+
+    def make_room(self, bid: Bid, size: int, now_s: float) -> list[Command]:
+        """Refuse waiting requests that hold so many bytes and are worth less than a newcomer.
+
+        Nobody is refused where that would not be enough.
+        """
+        return self._life.make_room(bid, size, now_s)
 
     def rest_policy(self, until_s: float) -> None:
         """Decide by the fallback until then: the policy has been too slow."""

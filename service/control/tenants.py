@@ -127,6 +127,25 @@ class Tenants:
         waiting = np.bincount(tenant, minlength=self._size) > 0
         return np.asarray(self._discount(waiting)[tenant])
 
+    def discounts_with(
+        self, tenant: IntArray, newcomer: str, now_s: float
+    ) -> tuple[FloatArray, float] | None:
+        """The same with one more request waiting, and its own; None where there is no difference.
+
+        Args:
+            tenant: (n,) places of the tenants of those who wait.
+            newcomer: the tenant of who would wait too.
+            now_s: the time.
+        """
+        if not self.active:
+            return None
+        self._fade(now_s)
+        waiting = np.bincount(tenant, minlength=self._size) > 0
+        at = self._index.get(newcomer, 0)
+        waiting[at] = True
+        discount = self._discount(waiting)
+        return np.asarray(discount[tenant]), float(discount[at])
+
     def stats(self, tenant: IntArray) -> tuple[TenantStats, ...]:
         """Tenants with a weight of their own, and all others as one."""
         if not self.active:

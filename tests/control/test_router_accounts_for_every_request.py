@@ -6,6 +6,7 @@ runs and which workers may be used. The same events to a second router give the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,7 @@ from service.control import (
     FirstToken,
     Left,
     Outcome,
+    PolicyName,
     Progressed,
     Refusal,
     Refuse,
@@ -245,13 +247,24 @@ class RouterUnderAnyEvents(RuleBasedStateMachine):
             value=value,
         )
         full = len(self.waiting()) == self.config.queue_max
+        waiting = {
+            name: math.floor(math.log2(self.held[name].request.value)) for name in self.waiting()
+        }
+        lowest = [name for name, tier in waiting.items() if tier == min(waiting.values())]
+        lower = bool(lowest) and waiting[lowest[0]] < math.floor(math.log2(value))
         self.held[request.request_id] = Held(request)
         commands = self.send(Arrived(request))
         reasons = [command.reason for command in commands if isinstance(command, Refuse)]
         known = [w.models for w in self.workers.values()]
         served = any(not model or models is None or model in models for models in known)
-        if full:
+        if full and reasons == [Refusal.DISPLACED]:
+            assert lower
+            assert commands[0].request_id == lowest[-1]
+            assert max_wait_s != 0
+            assert self.config.policy is PolicyName.ONLINE_LP
+        elif full:
             assert reasons == [Refusal.QUEUE_FULL]
+            assert commands[0].request_id == request.request_id
         elif known and not served:
             assert reasons == [Refusal.UNKNOWN_MODEL]
         else:

@@ -137,6 +137,7 @@ class Stage:
             workers=self, draining=lambda: self.queue.draining, config=self.light
         )
         self.inside = Inside(self.edge)
+        self.inside.bytes.make_room = self.queue.make_room
         self.door = Door()
         plain = () if self.edge.api_key is None else (ClientKey(key=self.edge.api_key),)
         self.door.configure(AuthConfig(), (*self.keys, *plain))
