@@ -24,10 +24,9 @@ from service.settings import ServerConfig, Settings
 from tests.asgi import http_scope
 from tests.clock import run_virtual
 from tests.service.live import Live, mock, serving_mocks
+from tests.service.raw_exchange import Connection, post
 from tests.service.stage import HandlerTransport, Stage, answer, completion
-from tests.service.test_faults_of_other_routers_do_not_happen_here import post
 
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 SMALL_HEAD = ServerConfig(port=0, head_bytes_max=4096, head_timeout_s=0.5)
 
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import pytest
@@ -17,39 +16,14 @@ from structlog.testing import capture_logs
 
 from service.edge_config import EdgeConfig
 from service.forward_config import ForwardConfig
-from tests.service.live import Live, serving, until
+from tests.service.live import until
+from tests.service.raw_exchange import echo, in_front_of, post, raw
 from tests.service.raw_worker import Got, RawWorker, chunk, events_head, whole
 from tests.service.stage import ends
 
 BODY = {"model": "m", "prompt": "x", "max_tokens": 4}
 TOKEN = b'data: {"id":"1","choices":[{"index":0,"text":"x"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
-
-
-@asynccontextmanager
-async def in_front_of(*workers: RawWorker, **groups: object) -> AsyncIterator[Live]:
-    """Bidgate in front of raw workers."""
-    async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(worker.listening()) for worker in workers]
-        live = await stack.enter_async_context(serving(urls, **groups))
-        yield live
-
-
-async def echo(request: Got) -> None:
-    request.writer.write(whole(200, request.body))
-
-
-async def raw(live: Live, text: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send bytes to bidgate."""
-    port = int(live.url.rsplit(":", 1)[1])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(text)
-    return reader, writer
-
-
-def post(path: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", f"content-length: {len(body)}", *headers]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -9,10 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from tests.service.live import Live, until
+from tests.service.raw_exchange import in_front_of
 from tests.service.raw_worker import Got, RawWorker, chunk, events_head, whole
 from tests.service.scripted_server import page
 from tests.service.stage import DONE
-from tests.service.test_faults_of_other_routers_do_not_happen_here import in_front_of
 
 STREAMS, TOKENS = 6, 40
 EVENTS = [b'data: {"choices":[{"index":0,"text":"%d"}]}\n\n' % number for number in range(TOKENS)]

@@ -14,11 +14,10 @@ import pytest
 
 from service.forward_config import ForwardConfig
 from tests.service.live import Live, mock, serving_mocks, until
+from tests.service.raw_exchange import Connection, in_front_of, post
 from tests.service.raw_worker import Got, RawWorker, chunk, events_head
 from tests.service.stage import ends, event
-from tests.service.test_faults_of_other_routers_do_not_happen_here import in_front_of, post
 
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 MIB = 1 << 20
 ANSWER_BYTES = 256 * MIB
 KERNELS_BYTES_MAX = 96 * MIB

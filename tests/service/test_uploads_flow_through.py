@@ -12,8 +12,8 @@ from service.edge_config import EdgeConfig
 from service.errors import BadRequestError
 from service.uploads import MODEL_BYTES_MAX, ModelField
 from tests.service.live import until
+from tests.service.raw_exchange import echo, in_front_of
 from tests.service.raw_worker import Got, RawWorker, read_body, whole
-from tests.service.test_faults_of_other_routers_do_not_happen_here import echo, in_front_of
 
 PATH = "/v1/audio/transcriptions"
 MEDIA = "multipart/form-data; boundary=b0"
