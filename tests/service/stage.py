@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from service.control.config import ControlConfig, PolicyName
 from service.control.events import (
     Outcome,
     Refusal,
+    Request,
     Role,
     WorkerChanged,
     WorkerJoined,
@@ -33,6 +34,7 @@ from service.fleet_types import Candidate
 from service.forward_config import ForwardConfig
 from service.forwarder import Forwarder
 from service.light import LightConfig, LightPath
+from service.placement import Placement
 from service.queue_stats import QueueConfig, QueueStats
 from service.refresher import InlineRefresher
 from service.routes import answer_unknown_paths, routes
@@ -264,6 +266,18 @@ class Stage:
         exchange = exchange or Exchange()
         parts = body if isinstance(body, list) else [body]
         return await exchange.play(self.app, http_scope(method, path, headers), parts)
+
+    def placed(self) -> list[Request]:
+        """Requests as the queue gets them from now on."""
+        seen: list[Request] = []
+        place = self.queue.place
+
+        def placing(request: Request, *rest: Any) -> AbstractAsyncContextManager[Placement]:
+            seen.append(request)
+            return place(request, *rest)
+
+        self.queue.place = placing  # type: ignore[assignment, method-assign]
+        return seen
 
     def ends(self) -> dict[str, int]:
         """How requests ended so far; only those that did."""

@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import sys
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
@@ -14,11 +13,8 @@ import pytest
 import structlog
 
 from service.control.config import ControlConfig, PolicyName
-from service.control.events import Request
 from service.edge_config import EdgeConfig
 from service.logs import LogFormat, LogLevel, configure_logging, printable
-from service.placement import Placement
-from service.trace import Trace
 from tests.asgi import Exchange, http_scope
 from tests.clock import run_virtual
 from tests.service.stage import DONE, HandlerTransport, Stage, answer, completion, event, stream
@@ -254,16 +250,9 @@ def test_a_slow_upload_gains_no_age_and_costs_no_patience() -> None:
             # Its wait is over before its body is here: but it has not begun to wait.
             exchange = await SlowUpload(body, 30.0).send(stage, {"x-bidgate-max-wait-ms": "50"})
             assert (exchange.status, seen) == (200, [30.0])
-            arrivals: list[float] = []
-            place = stage.queue.place
-
-            def placing(request: Request, trace: Trace) -> AbstractAsyncContextManager[Placement]:
-                arrivals.append(request.arrival_s)
-                return place(request, trace)
-
-            stage.queue.place = placing  # type: ignore[assignment, method-assign]
+            placed = stage.placed()
             await SlowUpload(body, 30.0).send(stage)
-            assert arrivals == [60.0]
+            assert [request.arrival_s for request in placed] == [60.0]
 
     run_virtual(scenario())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AbstractAsyncContextManager
 
 import httpx
 import pytest
@@ -14,10 +13,8 @@ from service.edge_config import EdgeConfig
 from service.errors import BadRequestError
 from service.hints import read_headers
 from service.intake import BodyFacts, Rules, read_body, read_light_body
-from service.placement import Placement
 from service.prompts import MESSAGE_TOKENS, OTHER_PART_TOKENS
 from service.surface import Api
-from service.trace import Trace
 from tests.clock import run_virtual
 from tests.service.stage import HandlerTransport, Stage, answer
 
@@ -140,14 +137,7 @@ def booked(body: dict[str, object], *, path: str, context: int | None = None) ->
 
     async def scenario() -> Request:
         stage = Stage({"a": HandlerTransport(plain)}, context_tokens=context)
-        seen: list[Request] = []
-        place = stage.queue.place
-
-        def placing(request: Request, trace: Trace) -> AbstractAsyncContextManager[Placement]:
-            seen.append(request)
-            return place(request, trace)
-
-        stage.queue.place = placing  # type: ignore[method-assign]
+        seen = stage.placed()
         async with stage.open():
             exchange = await stage.post(body, path=path)
             assert exchange.status == 200
@@ -224,21 +214,15 @@ def test_a_response_that_continues_another_has_its_context_on_top() -> None:
             return httpx.Response(200, json={"id": "resp_1", "output": [], "usage": usage})
 
         async with Stage({"a": HandlerTransport(stored)}).open() as stage:
-            seen: list[int] = []
-            place = stage.queue.place
-
-            def placing(request: Request, trace: Trace) -> AbstractAsyncContextManager[Placement]:
-                seen.append(request.prompt_tokens)
-                return place(request, trace)
-
-            stage.queue.place = placing  # type: ignore[method-assign]
+            seen = stage.placed()
             first = {"model": "m", "input": "a" * 400}
             await stage.post(first, path="/v1/responses")
             await stage.post(
                 {"model": "m", "input": "abcd", "previous_response_id": "resp_1"},
                 path="/v1/responses",
             )
-            assert seen == [MESSAGE_TOKENS + 100, MESSAGE_TOKENS + 100 + 300 + MESSAGE_TOKENS + 1]
+            alone, more = MESSAGE_TOKENS + 100, 300 + MESSAGE_TOKENS + 1
+            assert [request.prompt_tokens for request in seen] == [alone, alone + more]
 
     run_virtual(scenario())
 
