@@ -27,14 +27,19 @@ async def seven_seconds(_: httpx.Request) -> httpx.Response:
     return stream((7.0, event("a")), (0.0, DONE))
 
 
+async def one_after_the_other(stage: Stage) -> tuple[Exchange, Exchange]:
+    """Two streams; the second waits for the slot of the first."""
+    first = asyncio.create_task(stage.post(completion(stream=True)))
+    await asyncio.sleep(0)
+    second = await stage.post(completion(stream=True))
+    return await first, second
+
+
 def test_a_stream_that_waits_gets_comments_and_then_its_own_bytes() -> None:
     async def scenario() -> None:
         async with stage_with(seven_seconds).open() as stage:
-            first = asyncio.create_task(stage.post(completion(stream=True)))
-            await asyncio.sleep(0)
-            second = await stage.post(completion(stream=True))
-            await first
-        assert first.result().body == event("a") + DONE
+            first, second = await one_after_the_other(stage)
+        assert first.body == event("a") + DONE
         assert second.status == 200
         assert second.header("content-type") == "text/event-stream; charset=utf-8"
         assert second.header("x-request-id")
@@ -68,10 +73,7 @@ def last_event(exchange: Exchange) -> dict[str, object]:
 def test_a_refusal_after_comments_is_an_error_event() -> None:
     async def scenario() -> None:
         async with stage_with(seven_seconds, max_wait_s=5.0).open() as stage:
-            first = asyncio.create_task(stage.post(completion(stream=True)))
-            await asyncio.sleep(0)
-            second = await stage.post(completion(stream=True))
-            await first
+            _, second = await one_after_the_other(stage)
         assert second.body.startswith(2 * COMMENT)
         error = last_event(second)["error"]
         assert isinstance(error, dict)
@@ -90,10 +92,7 @@ def test_a_workers_own_refusal_after_comments_is_an_event_too() -> None:
 
     async def scenario() -> None:
         async with stage_with(handler).open() as stage:
-            first = asyncio.create_task(stage.post(completion(stream=True)))
-            await asyncio.sleep(0)
-            second = await stage.post(completion(stream=True))
-            await first
+            _, second = await one_after_the_other(stage)
         assert last_event(second) == {"error": 1}
         assert second.complete
         assert stage.ends() == {"completed": 1, "failed": 1}
@@ -113,10 +112,7 @@ def test_a_worker_that_breaks_after_comments_ends_the_stream_with_an_error_event
 
     async def scenario() -> None:
         async with stage_with(handler).open() as stage:
-            first = asyncio.create_task(stage.post(completion(stream=True)))
-            await asyncio.sleep(0)
-            second = await stage.post(completion(stream=True))
-            await first
+            _, second = await one_after_the_other(stage)
         error = last_event(second)["error"]
         assert isinstance(error, dict)
         assert error["code"] == "worker_broke"
