@@ -81,7 +81,7 @@ class Forwarder:
     def forget(self, worker: WorkerConfig) -> None:
         """Drop what is remembered about a worker that left."""
         self._failures_in_a_row.pop(worker.worker_id, None)
-        for text in [text for text in self._urls if text.startswith(worker.url)]:
+        for text in [text for text in self._urls if text.startswith(f"{worker.url}/")]:
             del self._urls[text]
 
     async def relay(self, call: Call, placement: Place, reply: Reply) -> None:
