@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
@@ -17,23 +17,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.address_guard import ForbiddenAddressError, GuardedResolver, check_url, is_forbidden
 from service.discovery.config import DiscoveryConfig, DnsConfig
 from service.discovery.desired import Known, merge
 from service.discovery.dns_names import EMPTY_ANSWERS, DnsSource
 from service.discovery.following import Discovery
 from service.discovery.source import Snapshot, SourceError
 from service.discovery.worker_file import FileSource, read_workers
-from service.roster import LOOK_S, Roster
-from service.worker_config import WorkerConfig
 from service.worker_settings import FleetConfig, WorkerTemplate, worker_config
 from tests.clock import run_virtual
+from tests.service.watched import configured
 
 Records = dict[str, list[str]]
-
-
-def a_worker(name: str, url: str | None = None, batch_limit: int = 8) -> WorkerConfig:
-    return WorkerConfig(worker_id=name, url=url or f"http://{name}", batch_limit=batch_limit)
 
 
 def urls(snapshot: Snapshot) -> list[str]:
@@ -216,7 +210,7 @@ def test_new_settings_leave_the_sources_alone_that_they_do_not_change(
         await asyncio.sleep(1.0)
         assert wants[-1] == ["a:1", "b:2"]
         sources.pop("file:other")
-        discovery.configure((a_worker("s"),), FleetConfig(), DiscoveryConfig())
+        discovery.configure((configured("s"),), FleetConfig(), DiscoveryConfig())
         assert wants[-1] == ["a:1", "s"]
         made.extend(one.label for one in discovery.stats())
         kept.say.put_nowait(("http://c:3",))
@@ -245,7 +239,7 @@ def test_the_first_source_that_names_an_id_or_a_url_has_it(
     said: dict[str, list[tuple[str, str]]], removed: set[str]
 ) -> None:
     known = {
-        source: Known(workers=tuple(a_worker(name, f"http://{host}") for name, host in pairs))
+        source: Known(workers=tuple(configured(name, url=f"http://{host}") for name, host in pairs))
         for source, pairs in said.items()
     }
     wanted = merge(known, removed)
@@ -296,7 +290,7 @@ def test_a_source_that_fails_keeps_its_workers_for_a_time(
 
     async def play() -> None:
         discovery = Discovery(lambda workers: wants.append(sorted(workers)), up.__contains__)
-        discovery.configure((a_worker("s"),), FleetConfig(), DiscoveryConfig(keep_s=100.0))
+        discovery.configure((configured("s"),), FleetConfig(), DiscoveryConfig(keep_s=100.0))
         task = asyncio.get_running_loop().create_task(discovery.run())
         source.say.put_nowait(("http://a:1", "http://b:2"))
         await asyncio.sleep(1.0)
@@ -322,165 +316,6 @@ def test_a_source_that_fails_keeps_its_workers_for_a_time(
         task.cancel()
 
     run_virtual(play())
-
-
-class Hands:
-    """The fleet as a list of what was done."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def add(self, worker: WorkerConfig) -> None:
-        self.done.append(f"add {worker.worker_id} {worker.url}")
-
-    def replace(self, worker: WorkerConfig) -> None:
-        self.done.append(f"replace {worker.worker_id} {worker.batch_limit}")
-
-    def drain(self, worker_id: str, *, on: bool) -> None:
-        self.done.append(f"{'drain' if on else 'resume'} {worker_id}")
-
-    async def remove(self, worker_id: str) -> None:
-        self.done.append(f"remove {worker_id}")
-
-
-def on_a_roster(
-    scenario: Callable[[Roster, Hands, dict[str, int]], object], remove_s: float = 60.0
-) -> list[str]:
-    """Play a scenario; returns what was done to the fleet."""
-    hands, running = Hands(), dict[str, int]()
-
-    async def play() -> None:
-        roster = Roster(hands, lambda: running, remove_s)
-        task = asyncio.get_running_loop().create_task(roster.run())
-        await scenario(roster, hands, running)  # type: ignore[misc]
-        await asyncio.sleep(2 * LOOK_S)
-        task.cancel()
-
-    run_virtual(play())
-    return hands.done
-
-
-def wanted(*workers: WorkerConfig) -> Mapping[str, WorkerConfig]:
-    return {worker.worker_id: worker for worker in workers}
-
-
-def test_a_worker_that_should_go_leaves_when_its_last_request_has_ended() -> None:
-    async def scenario(roster: Roster, hands: Hands, running: dict[str, int]) -> None:
-        roster.want(wanted(a_worker("a"), a_worker("b")))
-        running["a"] = 1
-        roster.want(wanted(a_worker("b")))
-        await asyncio.sleep(30.0)
-        assert hands.done[2:] == ["drain a"]
-        assert roster.members()["a"][1] == "leaving"
-        running["a"] = 0
-
-    assert on_a_roster(scenario)[2:] == ["drain a", "remove a"]
-
-
-def test_a_worker_that_will_not_end_is_cut_off_at_the_limit() -> None:
-    async def scenario(roster: Roster, hands: Hands, running: dict[str, int]) -> None:
-        roster.want(wanted(a_worker("a")))
-        running["a"] = 1
-        roster.want({})
-        await asyncio.sleep(59.0)
-        assert "remove a" not in hands.done
-        await asyncio.sleep(2.0)
-
-    assert on_a_roster(scenario)[-1] == "remove a"
-
-
-def test_a_worker_that_comes_back_meanwhile_stays() -> None:
-    async def scenario(roster: Roster, _: Hands, running: dict[str, int]) -> None:
-        roster.want(wanted(a_worker("a")))
-        running["a"] = 1
-        roster.want({})
-        await asyncio.sleep(1.0)
-        roster.want(wanted(a_worker("a")))
-        running["a"] = 0
-
-    assert on_a_roster(scenario) == ["add a http://a", "drain a", "resume a"]
-
-
-def test_other_limits_replace_and_another_url_waits_for_the_old_one_to_empty() -> None:
-    async def scenario(roster: Roster, hands: Hands, running: dict[str, int]) -> None:
-        roster.want(wanted(a_worker("a")))
-        roster.want(wanted(a_worker("a", batch_limit=9)))
-        running["a"] = 1
-        roster.want(wanted(a_worker("a", "http://elsewhere")))
-        await asyncio.sleep(5.0)
-        assert hands.done[1:] == ["replace a 9", "drain a"]
-        running["a"] = 0
-
-    assert on_a_roster(scenario)[-2:] == ["remove a", "add a http://elsewhere"]
-
-
-def test_the_operators_drain_outlives_a_change_of_mind_about_leaving() -> None:
-    async def scenario(roster: Roster, _: Hands, running: dict[str, int]) -> None:
-        roster.want(wanted(a_worker("a")))
-        running["a"] = 1
-        roster.drain("a", on=True)
-        roster.want({})
-        await asyncio.sleep(1.0)
-        roster.want(wanted(a_worker("a")))
-        roster.drain("a", on=False)
-
-    assert on_a_roster(scenario)[1:] == ["drain a", "drain a", "drain a", "resume a"]
-
-
-@pytest.mark.parametrize(
-    "host",
-    [
-        "169.254.169.254",
-        "2852039166",
-        "0xa9fea9fe",
-        "0251.0376.0251.0376",
-        "169.254.43518",
-        "[::ffff:169.254.169.254]",
-        "[64:ff9b::a9fe:a9fe]",
-        "[fe80::1]",
-        "[fd00:ec2::254]",
-        "100.100.100.200",
-        "metadata.google.internal",
-        "METADATA.google.internal.",
-        "0.0.0.0",
-        "[::]",
-        "224.0.0.1",
-    ],
-)
-def test_addresses_where_no_worker_may_be_are_refused_in_every_spelling(host: str) -> None:
-    with pytest.raises(ForbiddenAddressError, match="allow_link_local"):
-        check_url(f"http://{host}:80")
-    with pytest.raises(ForbiddenAddressError):
-        worker_config(f"http://{host}:80", FleetConfig())
-    assert worker_config(f"http://{host}:80", FleetConfig(allow_link_local=True))
-
-
-@pytest.mark.parametrize("host", ["10.0.0.7", "127.0.0.1", "[::1]", "vllm-0.vllm", "localhost"])
-def test_ordinary_addresses_are_not(host: str) -> None:
-    check_url(f"http://{host}:8000")
-    assert not is_forbidden(host.strip("[]"))
-
-
-@pytest.mark.parametrize("url", ["http://", "http://:80", "http://a:0", "http://a:99999"])
-def test_a_url_without_a_place_is_refused(url: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 several messages
-        check_url(url)
-
-
-async def test_a_name_that_leads_to_a_forbidden_address_is_not_connected_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    resolver = GuardedResolver()
-
-    async def rebound(*_: object) -> list[dict[str, object]]:
-        return [{"host": host} for host in addresses]
-
-    monkeypatch.setattr(resolver._inner, "resolve", rebound)
-    addresses = ["169.254.169.254"]
-    with pytest.raises(OSError, match="no worker may be"):
-        await resolver.resolve("innocent.test", 80)
-    addresses = ["169.254.169.254", "10.0.0.1"]
-    assert [one["host"] for one in await resolver.resolve("innocent.test", 80)] == ["10.0.0.1"]
 
 
 def test_a_templates_values_are_those_of_every_worker_of_the_source() -> None:
