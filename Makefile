@@ -31,7 +31,7 @@ test-vllm: setup ## the tests against real vLLM on the CPU (installs it: 2.5 GB,
 	@[ -n "$$BIDGATE_VLLM_URLS" ] || { scripts/vllm-env "$(PYTHON)" && scripts/nixl-env && $(BIN)/python -m tests.vllm.workers --check; }
 	@$(BIN)/pytest -m vllm tests/vllm
 
-soak: setup ## chaos: workers that fail in every way, clients that leave; fails if anything is lost (SECONDS=120 SEED=0)
+soak: setup ## chaos: workers that fail in every way, clients that leave; whole and in pairs; fails if anything is lost (SECONDS=120 SEED=0)
 	@$(BIN)/bidgate-load soak --duration-s $(or $(SECONDS),120) --seed $(or $(SEED),0) --out out/soak
 
 fuzz: setup ## fuzz both sockets, bodies, headers and metrics pages; prints what was seen (EXAMPLES=2000)

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Final
 
 import httpx
 
-from loadgen.chaos_client import End, send
+from loadgen.chaos_client import send
+from loadgen.chaos_faults import plan_faults
+from loadgen.chaos_judge import End
+from loadgen.chaos_keys import Key, let_in_most, per_minute
 from loadgen.chaos_patience import Patience
-from loadgen.chaos_plan import plan_faults, plan_requests
+from loadgen.chaos_plan import plan_requests
 from loadgen.chaos_requests import proxied
+from loadgen.chaos_router import LEASE_S, running_router
 from loadgen.chaos_verdict import Books, memory_growth_mib, read_page, troubles
-from loadgen.cluster import ROUTER_READY_PATH, bidgate_command, until_ready
-from loadgen.processes import LOOPBACK, ClusterError, free_ports, start, stopping
+from loadgen.processes import ClusterError
 from service.mock.faults import FragileWorker
 from service.mock.profiles import UNIT
 from service.mock.worker_config import MockWorkerConfig
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from loadgen.chaos_plan import ChaosSpec, PlannedFault, PlannedRequest
+    from loadgen.chaos_faults import PlannedFault
+    from loadgen.chaos_plan import ChaosSpec, PlannedRequest
 
 WITHIN_S: Final = 45.0
 """A client that has no end after this was forgotten (chaos_patience.py says whose time it is)."""
@@ -40,13 +44,6 @@ LOOKS: Final = 4
 IDLE_S: Final = 5.0
 """Until connections that were kept for reuse are gone (forward.keepalive_s is 4)."""
 WRONG_KEPT_MAX: Final = 20
-ROUTER_FLAGS: Final = (
-    *("--max-wait-s", "8", "--queue-max", "400", "--no-worker-hold-s", "4"),
-    *("--first-byte-timeout-s", "6", "--stall-timeout-s", "2.5", "--connect-timeout-s", "1"),
-    *("--client-stall-timeout-s", "5", "--health-timeout-s", "1", "--reprobe-max-s", "1"),
-    *("--log-level", "warning"),
-)
-"""Bounds short enough that every one of them is reached in a run."""
 
 
 @dataclass(kw_only=True)
@@ -57,7 +54,8 @@ class ChaosReport:
         requests: sent. ends: how they ended for their clients. faults: done to workers, by kind.
         wrong: what clients saw that must not be, the first few.
         before, after: the router's books when all was quiet. samples: books during the run.
-        twice: requests that two engines, or one engine twice, took up.
+        slow_most: requests that the rate of the key SLOW may have let in.
+        twice: requests that two engines, or one engine twice, decoded.
         left_at_workers: requests still inside a worker at the end.
         late_s: by how much this process, workers and clients, was behind the clock in all.
         troubles: everything that fails the run, one line each.
@@ -71,6 +69,7 @@ class ChaosReport:
     before: Books
     after: Books
     samples: list[Books] = field(default_factory=list)
+    slow_most: float = 0.0
     twice: int = 0
     left_at_workers: int = 0
     late_s: float = 0.0
@@ -102,11 +101,17 @@ async def run_chaos(spec: ChaosSpec, out: Path) -> ChaosReport:
         ClusterError: the router did not start, or ended during the run.
     """
     config = MockWorkerConfig(
-        profile=UNIT, batch_limit=spec.batch_limit, time_scale=spec.time_scale
+        profile=UNIT,
+        batch_limit=spec.batch_limit,
+        time_scale=spec.time_scale,
+        kv_transfer=spec.prefill_workers > 0,
+        kv_lease_s=LEASE_S,
     )
     workers = [FragileWorker(config, seed=spec.seed + number) for number in range(spec.workers)]
-    async with _living(workers), _router(spec, workers, out) as url:
-        return await _Run(spec, workers, url).play()
+    plan = plan_requests(spec)
+    urls = [worker.url for worker in workers]
+    async with _living(workers), running_router(spec, plan, urls, out) as url:
+        return await _Run(spec, plan, workers, url).play()
 
 
 @contextlib.asynccontextmanager
@@ -122,27 +127,14 @@ async def _living(workers: list[FragileWorker]) -> AsyncIterator[None]:
         await asyncio.wait(tasks)
 
 
-@contextlib.asynccontextmanager
-async def _router(spec: ChaosSpec, workers: list[FragileWorker], out: Path) -> AsyncIterator[str]:
-    port = free_ports(1)[0]
-    command = [
-        *(*bidgate_command(), "serve", "--host", LOOPBACK, "--port", str(port), *ROUTER_FLAGS),
-        *("--max-num-seqs", str(spec.batch_limit)),
-        *("--workers", *(worker.url for worker in workers)),
-    ]
-    url = f"http://{LOOPBACK}:{port}"
-    with stopping([]) as children:
-        children.append(start("the router", command, out / "router.log"))
-        await until_ready(children[0], url + ROUTER_READY_PATH)
-        yield url
-        children[0].require_alive()
-
-
 class _Run:
     """The parts of one run while it goes on."""
 
-    def __init__(self, spec: ChaosSpec, workers: list[FragileWorker], url: str) -> None:
+    def __init__(
+        self, spec: ChaosSpec, plan: list[PlannedRequest], workers: list[FragileWorker], url: str
+    ) -> None:
         self._spec = spec
+        self._plan = plan
         self._workers = workers
         self._url = url
         host, port = url.removeprefix("http://").rsplit(":", 1)
@@ -167,20 +159,27 @@ class _Run:
             await asyncio.wait(beside)
             report.late_s = self._patience.late_s
             report.after = await self._quiet(client, samples=LOOKS + round(IDLE_S / SAMPLE_S))
+        report.slow_most = self._slow_most()
         report.twice = sum(count > 1 for count in self._generations().values())
         report.left_at_workers = sum(worker.held for worker in self._workers)
         report.troubles = troubles(report)
         return report
 
+    def _slow_most(self) -> float:
+        offered = sum(request.key is Key.SLOW for request in self._plan)
+        passed_s = asyncio.get_running_loop().time() - self._begin_s
+        return let_in_most(per_minute(offered, self._spec.duration_s), passed_s)
+
     def _generations(self) -> Counter[str]:
+        """How often each request was decoded; to compute its prompt again harms nothing."""
         total: Counter[str] = Counter()
-        for worker in self._workers:
+        for worker in self._workers[self._spec.prefill_workers :]:
             total.update(worker.generations)
         return total
 
     async def _send_all(self, report: ChaosReport) -> None:
         async with asyncio.TaskGroup() as group:
-            for request in plan_requests(self._spec):
+            for request in self._plan:
                 await self._until(request.at_s)
                 group.create_task(self._send(request, report))
 

@@ -1,4 +1,4 @@
-"""What happens in a chaos run and when: requests of every kind, and faults of every worker.
+"""What is sent in a chaos run and when: requests of every kind, with every sort of key.
 
 A pure function of its settings: the same seed gives the same plan. Work is counted in
 slot-iterations, sequences times decode iterations, so that the load is a share of what the healthy
@@ -8,34 +8,20 @@ fleet could do.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from service.mock.faults import Fault
+from loadgen.chaos_keys import KEY_WEIGHTS, Key
 
 ITERATION_S: Final = 0.01
 """Of the unit profile at time_scale 1."""
-CALM_SHARE: Final = 0.15
-"""Of the run, at its beginning and at its end: no fault begins."""
 DECODE_TOKENS_MAX: Final = 24
 LONG_DECODE_TOKENS: Final = 150
 LEAVE_S: Final = (0.0, 3.0)
 """After which time a client leaves that does leave."""
 DAWDLE_S: Final = (0.1, 2.0)
 """How long a client stops reading that does stop."""
-BLACKOUT_S: Final = 1.0
-"""In the middle of a run no worker answers."""
-DURATIONS_S: Final[dict[Fault, tuple[float, float]]] = {
-    Fault.KILL: (0.2, 3.0),
-    Fault.RESTART: (0.0, 0.0),
-    Fault.FREEZE: (0.3, 5.0),
-    Fault.STALL: (0.3, 5.0),
-    Fault.SLOW: (1.0, 4.0),
-    Fault.RESET: (0.0, 0.0),
-    Fault.GARBAGE: (0.2, 1.5),
-    Fault.FLAP: (0.5, 4.0),
-}
 
 
 class Kind(StrEnum):
@@ -151,6 +137,8 @@ class ChaosSpec:
         duration_s: how long requests arrive.
         seed: of everything that is drawn.
         workers: mock workers.
+        prefill_workers: how many of them, the first ones, compute prompts for the others; with
+            none, each computes its own.
         batch_limit: sequences in one worker's batch.
         time_scale: how many times faster than 10 ms an iteration the workers run.
         load: offered work over what the healthy fleet can do.
@@ -162,6 +150,7 @@ class ChaosSpec:
     duration_s: float = 120.0
     seed: int = 0
     workers: int = 8
+    prefill_workers: int = 0
     batch_limit: int = 8
     time_scale: float = 0.2
     load: float = 1.2
@@ -175,11 +164,14 @@ class ChaosSpec:
             raise ValueError("duration_s must be at least 1, time_scale and load positive")
         if self.workers < 1 or self.batch_limit < max(SEQUENCES.values()):
             raise ValueError(f"give a worker, and a batch of at least {max(SEQUENCES.values())}")
+        if not 0 <= self.prefill_workers < self.workers:
+            raise ValueError("prefill_workers must leave a worker that decodes")
 
     @property
     def capacity_per_s(self) -> float:
         """Slot-iterations a second of the healthy fleet."""
-        return self.workers * self.batch_limit * self.time_scale / ITERATION_S
+        decoding = self.workers - self.prefill_workers
+        return decoding * self.batch_limit * self.time_scale / ITERATION_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +183,7 @@ class PlannedRequest:
         kind: what it asks. decode_tokens: how long the answer of a sequence is.
         leave_s: after how many seconds the client leaves, if it has no answer by then; or None.
         dawdle_s: how long it does not read after the first bytes of the answer.
+        key: what the client comes with.
         about: index of the stored response that it is about; its own where there was none.
     """
 
@@ -200,59 +193,39 @@ class PlannedRequest:
     decode_tokens: int
     leave_s: float | None
     dawdle_s: float
+    key: Key = Key.OPEN
     about: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class PlannedFault:
-    """One fault: a worker has it from at_s on, for for_s seconds."""
-
-    at_s: float
-    worker: int
-    fault: Fault
-    for_s: float
+    @property
+    def sequences(self) -> int:
+        """How many a worker decodes for it."""
+        return 0 if self.kind in UNSERVED | LIGHT else SEQUENCES.get(self.kind, 1)
 
 
 def plan_requests(spec: ChaosSpec) -> list[PlannedRequest]:
-    """Draw requests until their work is the load, and spread them evenly at random."""
+    """Draw requests until the work of those without limits is the load, and spread them at random.
+
+    What comes with other keys comes on top.
+    """
     rng = random.Random(f"requests {spec.seed}")
     kinds, weights = list(KIND_WEIGHTS), list(KIND_WEIGHTS.values())
+    keys, key_weights = list(KEY_WEIGHTS), list(KEY_WEIGHTS.values())
     budget = spec.load * spec.capacity_per_s * spec.duration_s
-    drawn: list[tuple[Kind, int, float | None, float]] = []
+    drawn: list[PlannedRequest] = []
     while budget > 0:
         kind = rng.choices(kinds, weights)[0]
         tokens = LONG_DECODE_TOKENS if kind is Kind.LONG else rng.randint(1, DECODE_TOKENS_MAX)
         leave_s = rng.uniform(*LEAVE_S) if rng.random() < spec.leave_share else None
         dawdle_s = rng.uniform(*DAWDLE_S) if rng.random() < spec.dawdle_share else 0.0
-        drawn.append((kind, tokens, leave_s, dawdle_s))
-        if kind not in UNSERVED | LIGHT:
-            budget -= SEQUENCES.get(kind, 1) * (tokens + 1)
+        key = rng.choices(keys, key_weights)[0]
+        drawn.append(PlannedRequest(0.0, 0, kind, tokens, leave_s, dawdle_s, key))
+        if key is Key.OPEN:
+            budget -= drawn[-1].sequences * (tokens + 1)
     times_s = sorted(rng.uniform(0.0, spec.duration_s) for _ in drawn)
     plan: list[PlannedRequest] = []
     stored = -1
     for index, (at_s, one) in enumerate(zip(times_s, drawn, strict=True)):
-        stored = index if one[0] is Kind.RESPONSE else stored
-        plan.append(PlannedRequest(at_s, index, *one, about=stored if stored >= 0 else index))
+        stored = index if one.kind is Kind.RESPONSE else stored
+        about = stored if stored >= 0 else index
+        plan.append(replace(one, at_s=at_s, index=index, about=about))
     return plan
-
-
-def plan_faults(spec: ChaosSpec) -> list[PlannedFault]:
-    """Deal faults from a shuffled deck, so that each kind comes up; once every worker is killed."""
-    rng = random.Random(f"faults {spec.seed}")
-    calm_s = CALM_SHARE * spec.duration_s
-    at_s = calm_s
-    plan: list[PlannedFault] = []
-    deck: list[Fault] = []
-    while at_s < spec.duration_s - calm_s:
-        if not deck:
-            deck = list(Fault)
-            rng.shuffle(deck)
-        fault = deck.pop()
-        for_s = rng.uniform(*DURATIONS_S[fault])
-        plan.append(PlannedFault(at_s, rng.randrange(spec.workers), fault, for_s))
-        at_s += rng.expovariate(spec.faults_per_s)
-    blackout = (
-        PlannedFault(spec.duration_s / 2, worker, Fault.KILL, BLACKOUT_S)
-        for worker in range(spec.workers)
-    )
-    return sorted((*plan, *blackout), key=lambda one: one.at_s)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
+from loadgen.chaos_keys import Key, secret
 from loadgen.chaos_plan import ID_BATCH_LENGTHS, SEQUENCES, STORED, Kind
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ STREAMS: Final = frozenset(
     }
 )
 CHATS: Final = frozenset({Kind.CHAT, Kind.CHAT_STREAM, Kind.MESSAGE, Kind.MESSAGE_STREAM})
+MESSAGES: Final = frozenset({Kind.MESSAGE, Kind.MESSAGE_STREAM})
 RESPONSES: Final = frozenset({Kind.RESPONSE, Kind.RESPONSE_STREAM})
 
 
@@ -67,11 +69,21 @@ def request_bytes(request: PlannedRequest, name: str) -> bytes:
         "connection": "close",
         "x-request-id": name,
         "content-type": media,
+        **_credentials(request),
         **_hints(request),
         "content-length": str(len(body)),
     }
     head = "".join(f"{key}: {value}\r\n" for key, value in lines.items())
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
+
+
+def _credentials(request: PlannedRequest) -> dict[str, str]:
+    """The client's key, as clients of its API send it."""
+    if request.key is Key.NONE:
+        return {}
+    if request.kind in MESSAGES:
+        return {"x-api-key": secret(request.key)}
+    return {"authorization": f"Bearer {secret(request.key)}"}
 
 
 def response_id(index: int) -> str:
@@ -111,11 +123,12 @@ def _body(request: PlannedRequest) -> bytes:
         case Kind.NEWER_ROUTE:
             light = {"anything": request.index}
         case _:
-            return orjson.dumps(_generating(request))
+            return orjson.dumps(generating_body(request))
     return orjson.dumps({"model": MODEL, **light})
 
 
-def _generating(request: PlannedRequest) -> dict[str, object]:
+def generating_body(request: PlannedRequest) -> dict[str, object]:
+    """The body of a request that generates, before it is written out."""
     kind = request.kind
     tokens = -1 if kind is Kind.WRONG_FIELD else request.decode_tokens
     body: dict[str, object] = {

@@ -12,6 +12,10 @@ import ssl
 from collections.abc import Callable
 from typing import Final
 
+import uvicorn
+
+from service.listener import BACKLOG
+
 ACCEPTS_MAX: Final = 256
 """In one turn; the others wait for the next one."""
 NO_FILES_PAUSE_S: Final = 0.1
@@ -24,7 +28,7 @@ class Acceptor:
     """Hands connections to protocols; closed and waited for like an asyncio server.
 
     Args:
-        listener: a listening socket; whoever opened it closes it, after this.
+        listener: a bound socket, closed with this.
         make_protocol: for each connection.
         tls: of the listener; None for plain connections.
     """
@@ -39,9 +43,10 @@ class Acceptor:
         self._make_protocol = make_protocol
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._arriving: set[asyncio.Task[None]] = set()
+        self._arriving: dict[asyncio.Task[None], socket.socket] = {}
         self._pause: asyncio.TimerHandle | None = None
         listener.setblocking(False)
+        listener.listen(BACKLOG)
         self._open()
 
     def close(self) -> None:
@@ -50,6 +55,7 @@ class Acceptor:
             self._pause.cancel()
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener)
+            self._listener.close()
         for task in self._arriving:
             task.cancel()
 
@@ -76,16 +82,46 @@ class Acceptor:
                 self._pause = self._loop.call_later(NO_FILES_PAUSE_S, self._open)
                 return
             task = self._loop.create_task(self._arrive(peer))
-            self._arriving.add(task)
-            task.add_done_callback(self._arriving.discard)
+            self._arriving[task] = peer
+            task.add_done_callback(self._arrived)
 
     async def _arrive(self, peer: socket.socket) -> None:
+        """Give a connection to its protocol.
+
+        Raises:
+            OSError: it left before it was in, or its handshake failed.
+        """
         peer.setblocking(False)
         timeout_s = None if self._tls is None else HANDSHAKE_S
-        try:
-            await self._loop.connect_accepted_socket(
-                self._make_protocol, peer, ssl=self._tls, ssl_handshake_timeout=timeout_s
-            )
-        except OSError:
-            # It left before it was in, or its handshake failed.
+        await self._loop.connect_accepted_socket(
+            self._make_protocol, peer, ssl=self._tls, ssl_handshake_timeout=timeout_s
+        )
+
+    def _arrived(self, task: asyncio.Task[None]) -> None:
+        """Close what did not come in, be it cancelled before its task began."""
+        peer = self._arriving.pop(task)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
             peer.close()
+        if error is not None and not isinstance(error, OSError):
+            what = {"message": "a connection could not be served", "exception": error}
+            self._loop.call_exception_handler(what)
+
+
+class AcceptingServer(uvicorn.Server):
+    """uvicorn, accepting that way on the sockets that are given to it."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept."""
+        await super().startup(sockets=None if sockets is None else [])
+        config, state = self.config, self.server_state
+
+        def protocol() -> asyncio.Protocol:
+            # As uvicorn makes it; to type checkers the class is any protocol's.
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=state, app_state=self.lifespan.state
+            )
+
+        for listener in sockets or []:
+            acceptor = Acceptor(listener, protocol, config.ssl)
+            self.servers.append(acceptor)  # type: ignore[arg-type]

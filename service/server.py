@@ -8,7 +8,6 @@ is still inside ends at once: streams with an error event, requests that wait wi
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from types import FrameType
 from typing import Final
@@ -16,7 +15,7 @@ from typing import Final
 import uvicorn
 from structlog.typing import FilteringBoundLogger
 
-from service.acceptor import Acceptor
+from service.acceptor import AcceptingServer
 from service.app import Service
 from service.bounded_http import HeadBounds, bounded_http
 from service.listener import BACKLOG
@@ -26,7 +25,7 @@ LAST_BYTES_S: Final = 2
 """After the drain, how long clients may take to read what was sent to them."""
 
 
-class DrainingServer(uvicorn.Server):
+class DrainingServer(AcceptingServer):
     """uvicorn that lets requests finish before it closes its ears."""
 
     def __init__(
@@ -63,21 +62,6 @@ class DrainingServer(uvicorn.Server):
         self._signalled = False
         self._hurried = False
         self._leave_at_s: float | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept on the sockets given, without uvloop's one connection a turn."""
-        await super().startup(sockets=[])
-        config, state = self.config, self.server_state
-
-        def protocol() -> asyncio.Protocol:
-            # As uvicorn makes it, which takes any class for the first argument's.
-            return config.http_protocol_class(  # type: ignore[call-arg]
-                config=config, server_state=state, app_state=self.lifespan.state
-            )
-
-        for listener in sockets or []:
-            acceptor = Acceptor(listener, protocol, config.ssl)
-            self.servers.append(acceptor)  # type: ignore[arg-type]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, stop at the second; the exit status stays 0."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from service.mock.kv_transfer import FETCH_ROOT
 from service.mock.serving import EmbeddedServer
 from service.mock.worker import MockServer
 
@@ -62,6 +63,12 @@ class Fault(StrEnum):
     RESET = "reset"
     GARBAGE = "garbage"
     FLAP = "flap"
+    SILENCE = "silence"
+    """Prompts are computed, and nobody is told how to fetch them."""
+
+
+OF_PREFILL: Final = frozenset({Fault.SILENCE})
+"""Faults that only prefill workers can have."""
 
 
 class _Line:
@@ -219,6 +226,9 @@ class FragileWorker:
                     engine.slowdown = SLOWDOWN
             case Fault.GARBAGE:
                 self._line.garbage = True
+            case Fault.SILENCE:
+                for engine in engines:
+                    engine.kv_store.silent = True
             case _:
                 self._flapping = True
 
@@ -238,6 +248,9 @@ class FragileWorker:
                     engine.slowdown = 1.0
             case Fault.GARBAGE:
                 self._line.garbage = False
+            case Fault.SILENCE:
+                for engine in engines:
+                    engine.kv_store.silent = False
             case _:
                 self._flapping = False
 
@@ -300,7 +313,7 @@ class FragileWorker:
             elif scope["path"] == "/health" and self._says_no():
                 await send({"type": "http.response.start", "status": 503, "headers": []})
                 await send({"type": "http.response.body", "body": b""})
-            elif scope["method"] == "POST":
+            elif scope["method"] == "POST" and not scope["path"].startswith(FETCH_ROOT):
                 await self._counted(mock.app, scope, receive, send)
             else:
                 await mock.app(scope, receive, send)

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
     from service.mock.protocol import Asked
 
-FETCH_PATH: Final = "/mock/kv/{request_id}"
+FETCH_ROOT: Final = "/mock/kv/"
+FETCH_PATH: Final = FETCH_ROOT + "{request_id}"
+ENGINE: Final = "engine_id"
+"""Query of a fetch: which engine is meant."""
+OTHER_ENGINE: Final = 409
 FETCH_TIMEOUT_S: Final = 60.0
 WRONG_TEXT: Final = 1
 """Moves a text to another place in the list of words."""
@@ -60,7 +64,9 @@ class KvStore:
     """KV memory kept for others.
 
     Attributes:
+        engine_id: of this life of the engine; a restarted one has another.
         expired: how often a lease ended before anybody came.
+        silent: keeps nothing and tells nothing, as an engine without a connector.
 
     Args:
         lease_s: how long it is kept, on the loop's clock.
@@ -73,6 +79,7 @@ class KvStore:
     ) -> None:
         self.engine_id = str(uuid.uuid4())
         self.expired = 0
+        self.silent = False
         self._lease_s = lease_s
         self._pin = pin
         self._unpin = unpin
@@ -99,7 +106,7 @@ class KvStore:
 
     def ask_to_keep(self, asked: Asked, reply_id: str, server: tuple[str, int]) -> Params | None:
         """Mark a request's first prompt to be kept, if it says so; returns how to fetch it."""
-        if not (asked.kv_transfer or {}).get("do_remote_decode"):
+        if self.silent or not (asked.kv_transfer or {}).get("do_remote_decode"):
             return None
         decode = asked.decodes[0]
         request_id = decode.keep_as = f"{reply_id}-{next(self._count)}"
@@ -124,7 +131,8 @@ class KvStore:
 async def fetch(params: Params, prompt_key: int) -> Fetched:
     """Fetch a prompt's memory from the worker that the parameters name.
 
-    A worker that cannot be reached costs a prefill here (kv_load_failure_policy=recompute).
+    A worker that cannot be reached, or was restarted since, costs a prefill here
+    (kv_load_failure_policy=recompute).
 
     Raises:
         UnusableParamsError: they name none.
@@ -137,8 +145,10 @@ async def fetch(params: Params, prompt_key: int) -> Fetched:
     url = f"http://{host}:{port}{FETCH_PATH.format(request_id=request_id)}"
     try:
         async with httpx.AsyncClient(trust_env=False, timeout=FETCH_TIMEOUT_S) as client:
-            response = await client.post(url)
+            response = await client.post(url, params={ENGINE: str(params.get("remote_engine_id"))})
     except httpx.HTTPError:
+        return NOTHING
+    if response.status_code == OTHER_ENGINE:
         return NOTHING
     kept = response.status_code == 200
     return Fetched(prefilled=True, sound=kept and response.json()["prompt_key"] == prompt_key)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from service.acceptor import AcceptingServer
 from service.listener import BACKLOG
 from service.mock.worker import MockServer
 
@@ -30,7 +31,7 @@ SHUTDOWN_S: Final = 2
 """How long clients may take to read what was sent to them before a server ends."""
 
 
-class MockHttpServer(uvicorn.Server):
+class MockHttpServer(AcceptingServer):
     """One mock worker's HTTP server.
 
     Args:

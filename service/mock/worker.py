@@ -26,7 +26,9 @@ from service.mock.engine import EngineDeadError, MockEngine, QueueFullError
 from service.mock.engine_series import ServerSeries
 from service.mock.exchange import EVENTS, ClientLeftError, Exchange
 from service.mock.kv_transfer import (
+    ENGINE,
     FETCH_PATH,
+    OTHER_ENGINE,
     UnusableParamsError,
     with_prompt_from_elsewhere,
 )
@@ -234,6 +236,8 @@ class MockServer:
 
     async def _give_kv(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]
+        if all(request.query_params.get(ENGINE) != one.kv_store.engine_id for one in self.engines):
+            return _json({"prompt_key": None}, OTHER_ENGINE)
         keys = [engine.kv_store.take(request_id) for engine in self.engines]
         prompt_key = next((key for key in keys if key is not None), None)
         return _json({"prompt_key": prompt_key}, 404 if prompt_key is None else 200)

@@ -7,12 +7,13 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
-from loadgen.chaos_client import End, send
+from loadgen.chaos_client import send
+from loadgen.chaos_judge import End
 from loadgen.chaos_patience import TICK_S, Patience
 from loadgen.chaos_plan import Kind, PlannedRequest
 
 WITHIN_S = 0.3
-REQUEST = PlannedRequest(0.0, 1, Kind.WHOLE, 3, None, 0.0)
+REQUEST = PlannedRequest(0.0, 1, Kind.EMBEDDING, 3, None, 0.0)
 BODY = b'{"choices":[]}'
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (len(BODY), BODY)
 

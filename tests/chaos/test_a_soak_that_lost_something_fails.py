@@ -11,7 +11,8 @@ import orjson
 import pytest
 
 from loadgen.chaos import ChaosReport
-from loadgen.chaos_client import End
+from loadgen.chaos_judge import End
+from loadgen.chaos_keys import Key
 from loadgen.chaos_plan import ChaosSpec
 from loadgen.chaos_verdict import Books, read_page, troubles
 from loadgen.cli import run
@@ -44,6 +45,32 @@ LOST: dict[str, tuple[ChaosReport, str]] = {
     "something held": (judged({End.COMPLETED: 10}, replace(QUIET, running=1)), "still held"),
     "done twice": (judged({End.COMPLETED: 10}, QUIET, twice=1), "generated twice"),
     "left behind": (judged({End.COMPLETED: 10}, QUIET, left_at_workers=1), "left at workers"),
+    "a place of a key": (judged({End.COMPLETED: 10}, replace(QUIET, keyed=1)), "still held"),
+    "a prompt": (judged({End.COMPLETED: 10}, replace(QUIET, prefill_kv_tokens=16)), "still held"),
+    "a limit not told": (
+        judged({End.COMPLETED: 10}, replace(QUIET, limited=1)),
+        "1 were over a key's limit, 0 were told so",
+    ),
+    "a limit nobody reached": (
+        judged({End.COMPLETED: 9, End.LIMITED: 1}, QUIET),
+        "0 were over a key's limit, 1 were told so",
+    ),
+    "a key not asked for": (
+        judged({End.COMPLETED: 9, End.LOCKED_OUT: 1}, QUIET),
+        "0 had no key, 1 were told so",
+    ),
+    "a limit that does not hold": (
+        judged(
+            {End.COMPLETED: 10}, QUIET, samples=[replace(QUIET, running_by_key={str(Key.FEW): 3})]
+        ),
+        "a key for 2 requests at once had 3",
+    ),
+    "a rate that does not hold": (
+        judged(
+            {End.COMPLETED: 10}, replace(QUIET, let_in_by_key={str(Key.SLOW): 9}), slow_most=8.0
+        ),
+        "a key for 8.0 requests in all had 9",
+    ),
     "files that grow": (judged({End.COMPLETED: 10}, replace(QUIET, open_files=99)), "open files"),
 }
 
@@ -56,7 +83,7 @@ def soak(report: ChaosReport, out: Path, monkeypatch: pytest.MonkeyPatch) -> int
 
     monkeypatch.setattr("loadgen.chaos.run_chaos", found)
     with pytest.raises(SystemExit) as ended:
-        run(["soak", "--duration-s", "1", "--out", str(out)])
+        run(["soak", "--duration-s", "2", "--out", str(out)])
     assert isinstance(ended.value.code, int)
     return ended.value.code
 
@@ -70,8 +97,11 @@ def test_trouble_fails_the_command_and_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert soak(report, tmp_path, monkeypatch) == 1
-    (told,) = orjson.loads((tmp_path / SUMMARY).read_bytes())["troubles"]
-    assert trouble in told
+    of_whole, of_pairs = orjson.loads((tmp_path / SUMMARY).read_bytes())["troubles"]
+    assert of_whole.startswith("whole: ")
+    assert of_pairs.startswith("pairs: ")
+    assert trouble in of_whole
+    assert trouble in of_pairs
     shown = " ".join(capsys.readouterr().out.split())
     assert trouble.split()[-1] in shown
 

@@ -130,6 +130,16 @@ async def test_parameters_used_twice_give_wrong_text_and_no_error() -> None:
         assert twice["usage"] == once["usage"]
 
 
+async def test_memory_of_an_engine_that_was_restarted_since_costs_a_prefill() -> None:
+    async with pair() as (prefill, decode):
+        params = await prefilled(prefill)
+        lost = params | {"remote_engine_id": "an engine of before"}
+        alone = await complete(decode)
+        assert text_of(await complete(decode, kv_transfer_params=lost)) == text_of(alone)
+        # It was not taken by that.
+        assert await kv_use(prefill) > 0
+
+
 async def test_parameters_of_another_prompt_give_wrong_text() -> None:
     async with pair() as (prefill, decode):
         params = await prefilled(prefill)
