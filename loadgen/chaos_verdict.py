@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MIB: Final = 1024 * 1024
 MEMORY_GROWTH_MAX_MIB: Final = 24.0
 """From the second fifth of a run to its last: buffers of the busiest moments, not a leak."""
+MEMORY_SAMPLES_MIN: Final = 40
 WAITING_MIB: Final = 0.125
 """What a request that waits may hold: its body, read and unread, of up to 2 MiB."""
 ASKING: Final = 3
@@ -148,9 +149,12 @@ def read_page(page: str) -> Books:
 
 
 def memory_growth_mib(samples: list[Books]) -> float:
-    """Growth of the highest memory from the second fifth of a run to its last fifth."""
+    """Growth of the highest memory from the second fifth of a run to its last fifth.
+
+    A run of less than MEMORY_SAMPLES_MIN only shows how a new process fills its memory: 0.
+    """
     fifth = len(samples) // 5
-    if not fifth:
+    if len(samples) < MEMORY_SAMPLES_MIN:
         return 0.0
     early = max(books.memory_mib for books in samples[fifth : 2 * fifth])
     late = max(books.memory_mib for books in samples[-fifth:])

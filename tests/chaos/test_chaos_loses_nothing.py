@@ -18,6 +18,7 @@ from loadgen.chaos_requests import request_bytes
 from loadgen.chaos_texts import CHECKED, expected_text, wrong_text
 from loadgen.chaos_verdict import (
     MEMORY_GROWTH_MAX_MIB,
+    MEMORY_SAMPLES_MIN,
     Books,
     memory_growth_max_mib,
     memory_growth_mib,
@@ -44,10 +45,10 @@ async def test_a_short_run_with_every_fault_and_every_kind_of_request_loses_noth
     assert report.troubles == []
     assert report.wrong == []
     assert orjson.loads(orjson.dumps(report.figures()))["requests"] == report.requests
-    # It was chaos: every fault was done, and clients saw every way to end.
+    # It was chaos: every fault was done, and clients ended in all ways; how many is the machine's.
     assert set(report.faults) == set(Fault) - OF_PREFILL
-    assert set(report.ends) == set(End) - {End.WRONG, End.HUNG}
-    # How many were served, and how many tokens, depends on the machine.
+    ends = {End.COMPLETED, End.REFUSED, End.LEFT, End.LIMITED, End.LOCKED_OUT}
+    assert ends <= set(report.ends) <= ends | {End.FAILED}
     assert report.ends[End.COMPLETED] > SERVED_AT_LEAST
     assert {Limit.REQUESTS_MAX, Limit.REQUESTS_PER_MINUTE} <= set(report.after.limited_by)
 
@@ -270,6 +271,8 @@ def test_memory_that_grows_through_a_run_is_seen_and_a_peak_at_its_start_is_none
 
     grows = samples([100.0 + number for number in range(50)])
     assert memory_growth_mib(grows) == 30.0
+    assert memory_growth_mib(grows[:MEMORY_SAMPLES_MIN]) == 24.0
+    assert memory_growth_mib(grows[: MEMORY_SAMPLES_MIN - 1]) == 0.0
     peak = samples([100.0] * 5 + [180.0] * 15 + [150.0] * 30)
     assert memory_growth_mib(peak) == -30.0
     # A queue that fills later than that may take memory.
