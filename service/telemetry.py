@@ -1,8 +1,9 @@
 """What bidgate tells about its requests and decisions: Prometheus series, one log line a request.
 
-The registry is our own. Gauges and counters are read from `stats()` at each scrape, so a worker
-that left leaves no series. Labels are bounded: workers, resources, reasons, status codes and the
-tenants of the settings, never anything a client chose.
+The registry is our own. What is counted here is what happens to requests; the state of everything
+else is read at each scrape (state_series.py), so a worker that left leaves no series. Labels are
+bounded: workers, resources, reasons, status codes and the tenants of the settings, never anything a
+client chose.
 """
 
 from __future__ import annotations
