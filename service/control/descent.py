@@ -12,45 +12,50 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from service.control.columns import Usage
-from service.control.spans import FIRST, PrefixPrices, Spans
+from service.control.spans import PrefixPrices, Spans
 
 if TYPE_CHECKING:
     from service.control.columns import BoolArray, FloatArray, IntArray
     from service.control.prices import PriceProblem
 
-NEAR: Final = 8
+NEAR: Final = 2
 """Buckets on which alone most workers have prices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Iterate:
-    """(g, N) normalised prices, and (g,) which workers may have some beyond the NEAR buckets."""
+    """Some prices on their way.
 
-    prices: Usage
+    Attributes:
+        prices: (g, 2, N) normalised, of batch slots and of KV.
+        far: (g,) which workers may have some beyond the NEAR buckets.
+    """
+
+    prices: FloatArray
     far: BoolArray
 
     @staticmethod
     def of(prices: Usage) -> Iterate:
-        """Look which those are."""
-        beyond = prices.batch[:, NEAR:] + prices.kv[:, NEAR:] != 0
-        return Iterate(prices, beyond.any(axis=1))
+        """Copy prices, and look who has some there."""
+        both = np.stack([prices.batch, prices.kv], axis=1)
+        beyond = both[:, 0, NEAR:] + both[:, 1, NEAR:]
+        return Iterate(both, np.asarray(beyond.any(axis=1)))
 
     def sums(self, problem: PriceProblem, workers: IntArray | slice, buckets: int) -> PrefixPrices:
         """Of some workers' prices per batch slot and per KV token, on the first buckets."""
-        batch, kv = self.prices.batch[workers, :buckets], self.prices.kv[workers, :buckets]
-        return PrefixPrices.of(Usage(batch=batch, kv=kv * problem.kv_scale), problem.horizon)
+        per_token = self.prices[workers, :, :buckets] * ((1.0,), (problem.kv_scale,))
+        return PrefixPrices.stacked(per_token, problem.horizon)
 
 
 def placed(problem: PriceProblem, iterate: Iterate, spans: Spans) -> tuple[IntArray, FloatArray]:
     """Put each column where it is priced (its own worker, or the cheapest) and give its cost."""
-    workers, buckets = iterate.prices.batch.shape
+    workers, _, buckets = iterate.prices.shape
     if not problem.any_worker:
-        sums = iterate.sums(problem, slice(None), buckets)
-        return spans.worker, sums.cost(spans)
+        return spans.worker, iterate.sums(problem, slice(None), buckets).cost(spans)
     # A column that begins later touches nothing that has a price on the first buckets.
-    early = (spans.at[FIRST.start] < NEAR).nonzero()[0]
+    early = (spans.first < NEAR).nonzero()[0]
     far = iterate.far.nonzero()[0]
-    costs = np.zeros((workers, spans.end.size))
+    costs = np.zeros((workers, spans.size))
     if early.size:
         sums = iterate.sums(problem, slice(None), NEAR)
         costs[:, early] = sums.cost_on_every_worker(spans.take(early)).T
@@ -61,7 +66,7 @@ def placed(problem: PriceProblem, iterate: Iterate, spans: Spans) -> tuple[IntAr
 
 def mean_use(
     problem: PriceProblem, iterate: Iterate, spans: Spans, rewards: FloatArray
-) -> tuple[IntArray, Usage]:
+) -> tuple[IntArray, FloatArray]:
     """Mean use of sampled columns whose reward exceeds their cost.
 
     Args:
@@ -71,26 +76,35 @@ def mean_use(
         rewards: (n,) of theirs, normalised.
 
     Returns:
-        (w,) the workers that are used, and (w, N) the use there; KV in normalised units.
+        (w,) the workers that are used, and (w, 2, N) the use there, of batch slots and of KV;
+        normalised.
     """
     worker, cost = placed(problem, iterate, spans)
-    accepted = (rewards - cost > 0).nonzero()[0]
-    worker, size = worker[accepted], rewards.size
+    accepted = rewards - cost > 0
+    if not accepted.all():
+        worker, spans = worker[accepted], spans.take(accepted)
     used = np.zeros(iterate.far.size, dtype=np.bool_)
     used[worker] = True
     touched = used.nonzero()[0]
-    use = spans.take(accepted).usage((used.cumsum() - 1)[worker], touched.size)
-    return touched, Usage(batch=use.batch / size, kv=use.kv * (problem.kv_scale / size))
+    use = spans.usage(touched.searchsorted(worker), touched.size)
+    use[:, 0] /= rewards.size
+    use[:, 1] *= problem.kv_scale / rewards.size
+    return touched, use
 
 
 class Descent:
-    """Algorithm 2's iterate, moved in place from the warm start."""
+    """Algorithm 2's iterate, moved in place from the warm start.
+
+    Attributes:
+        prices: (g, N) as they are now.
+    """
 
     def __init__(self, problem: PriceProblem) -> None:
-        warm = problem.warm
-        self.prices = Usage(batch=warm.batch.copy(), kv=warm.kv.copy())
         self._problem = problem
-        self._far = Iterate.of(warm).far
+        self._now = Iterate.of(problem.warm)
+        self._scarce = np.stack([problem.scarcity.batch, problem.scarcity.kv], axis=1)
+        self._near_fall = self._scarce[:, :, :NEAR] * -problem.step_size
+        self.prices = Usage(batch=self._now.prices[:, 0], kv=self._now.prices[:, 1])
 
     def step(self, spans: Spans, rewards: FloatArray) -> None:
         """One projected step by the subgradient of a mini-batch, p = (p - eta g)+.
@@ -100,22 +114,15 @@ class Descent:
 
         Source: [OLP] Algorithm 2, lines 11-18.
         """
-        problem = self._problem
-        touched, use = mean_use(problem, Iterate(self.prices, self._far), spans, rewards)
-        self._far[touched] = True
-        rows = self._far.nonzero()[0]
-        place = rows.searchsorted(touched)
-        scarce, prices = problem.scarcity, self.prices
-        for price, slope, used in (
-            (prices.batch, scarce.batch, use.batch),
-            (prices.kv, scarce.kv, use.kv),
-        ):
-            far = slope[rows]
-            far[place] -= used
-            moved = _moved(price[rows], far, problem.step_size)
-            price[:, :NEAR] = _moved(price[:, :NEAR], slope[:, :NEAR], problem.step_size)
-            price[rows] = moved
-
-
-def _moved(price: FloatArray, slope: FloatArray, step_size: float) -> FloatArray:
-    return np.maximum(slope * -step_size + price, 0.0)
+        touched, use = mean_use(self._problem, self._now, spans, rewards)
+        prices, far = self._now.prices, self._now.far
+        far[touched] = True
+        rows = far.nonzero()[0]
+        moved = self._scarce[rows]
+        moved[rows.searchsorted(touched)] -= use
+        moved *= -self._problem.step_size
+        moved += prices[rows]
+        near = prices[:, :, :NEAR]
+        near += self._near_fall
+        np.maximum(near, 0.0, out=near)
+        prices[rows] = np.maximum(moved, 0.0, out=moved)

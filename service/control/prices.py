@@ -176,8 +176,8 @@ def subgradient(problem: PriceProblem, prices: Usage, sample: IntArray) -> Usage
     spans = Spans.of(problem.columns.take(sample), problem.horizon)
     touched, use = mean_use(problem, Iterate.of(prices), spans, problem.rewards[sample])
     gradient = Usage(batch=problem.scarcity.batch.copy(), kv=problem.scarcity.kv.copy())
-    gradient.batch[touched] -= use.batch
-    gradient.kv[touched] -= use.kv
+    gradient.batch[touched] -= use[:, 0]
+    gradient.kv[touched] -= use[:, 1]
     return gradient
 
 

@@ -11,74 +11,110 @@ from typing import Final
 
 import numpy as np
 
-from service.control.columns import Columns, FloatArray, Horizon, IntArray, Usage
+from service.control.columns import (
+    BoolArray,
+    Columns,
+    FloatArray,
+    Horizon,
+    IntArray,
+    Usage,
+    sum_per_slot,
+)
 
 SUMS: Final = 3
 """Running sums of a worker's prices: per batch slot, per KV token, and x the right edge."""
-LAST, BEFORE, FIRST = slice(0, 2), slice(2, 4), slice(4, 7)
-"""Where a sum, or the price itself, is looked up."""
-PLANES: Final = (0, 1, 2, 3, 0, 1, 2)
-"""Which sums are looked up at each of a span's buckets."""
+LOOKED_UP: Final = np.array([[0], [1], [2], [3], [0], [1], [2]])
+"""Which sums, or as number 3 the price itself, are looked up at each of a span's buckets."""
+ADDED: Final = np.array([[0], [0], [1], [1], [2]])
+"""To which resource each amount is added: batch slots, KV level, KV that the last bucket lacks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """n columns over N buckets.
+    """n columns over N buckets, packed so that it costs little to take some of them.
 
     Attributes:
         horizon: N buckets of q iterations.
-        worker: (n,) as in the columns.
-        at: (7, n) buckets: the end of the span twice, the one before it twice, its begin three
-            times; sums of a worker's prices are looked up there.
-        level: (n,) KV use at a bucket's right edge is level + that edge.
-        end: (n,) last active iteration, exclusive.
-        scale: (n,) sequences; 0 for a column that touches no bucket.
-        amount: (5, n) what is added at the begin and the end of the span: batch slots, KV level;
-            and KV that the last bucket holds less, as a column ends before its right edge.
+        ints: (13, n) worker as in the columns; 7 places in a worker's sums over all buckets, which
+            are those at the end of the span, one before it, and at its begin; 5 places in a
+            worker's use at which `amount` is added.
+        numbers: (8, n) see below.
     """
 
     horizon: Horizon
-    worker: IntArray
-    at: IntArray
-    level: FloatArray
-    end: FloatArray
-    scale: FloatArray
-    amount: FloatArray
+    ints: IntArray
+    numbers: FloatArray
 
     @staticmethod
     def of(columns: Columns, horizon: Horizon) -> Spans:
         """Lay columns out."""
-        q, count = horizon.bucket_iterations, columns.start.size
+        q, stride = horizon.bucket_iterations, horizon.buckets + 1
         end = columns.start + columns.steps
         # Truncation towards zero is the floor here, as nothing is negative.
         last = np.maximum(np.ceil(np.minimum(end, horizon.iterations) / q), 0.0)
-        first = (np.maximum(columns.start, 0.0) / q).astype(np.int64)
         end = np.minimum(end, last * q)
-        at = np.empty((7, count), dtype=np.int64)
-        at[LAST] = last
-        at[BEFORE] = np.maximum(at[0] - 1, 0)
-        at[FIRST] = np.minimum(first, at[0])
-        scale = np.where(at[0] > at[4], columns.sequences, 0.0)
+        stop = last.astype(np.int64)
+        first = np.minimum((np.maximum(columns.start, 0.0) / q).astype(np.int64), stop)
+        before = np.maximum(stop - 1, 0)
+        places = (stop, stop, before, before, first, first, first)
+        ints = np.array([columns.worker, *places, first, stop, first, stop, before])
+        ints[1:8] += stride * LOOKED_UP
+        ints[8:] += stride * ADDED
+        scale = np.where(stop > first, columns.sequences, 0.0)
         level = columns.footprint - columns.start
-        amount = np.empty((5, count))
-        amount[0], amount[2] = scale, scale * level
-        np.negative(amount[0:4:2], out=amount[1:4:2])
-        amount[4] = scale * (last * q - end)
-        return Spans(horizon, columns.worker, at, level, end, scale, amount)
+        held = scale * level
+        short = scale * (last * q - end)
+        numbers = np.array([level, end, scale, scale, -scale, held, -held, short])
+        return Spans(horizon, ints, numbers)
 
-    def take(self, rows: IntArray | slice) -> Spans:
+    def take(self, rows: IntArray | BoolArray | slice) -> Spans:
         """The spans of some columns."""
-        return Spans(
-            self.horizon,
-            self.worker[rows],
-            self.at[:, rows],
-            self.level[rows],
-            self.end[rows],
-            self.scale[rows],
-            self.amount[:, rows],
-        )
+        return Spans(self.horizon, self.ints[:, rows], self.numbers[:, rows])
 
-    def usage(self, worker: IntArray, workers: int) -> Usage:
+    @property
+    def worker(self) -> IntArray:
+        """(n,) as in the columns."""
+        worker: IntArray = self.ints[0]
+        return worker
+
+    @property
+    def first(self) -> IntArray:
+        """(n,) first bucket; not before the look-ahead."""
+        first: IntArray = self.ints[5]
+        return first
+
+    @property
+    def size(self) -> int:
+        """How many columns there are."""
+        return int(self.ints.shape[1])
+
+    @property
+    def level(self) -> FloatArray:
+        """(n,) KV use of a sequence at a bucket's right edge is level + that edge."""
+        level: FloatArray = self.numbers[0]
+        return level
+
+    @property
+    def end(self) -> FloatArray:
+        """(n,) last active iteration, exclusive."""
+        end: FloatArray = self.numbers[1]
+        return end
+
+    @property
+    def scale(self) -> FloatArray:
+        """(n,) sequences; 0 for a column that touches no bucket."""
+        scale: FloatArray = self.numbers[2]
+        return scale
+
+    def places(self, buckets: int) -> IntArray:
+        """(7, n) where the sums of a span's buckets are in a worker's sums over so many buckets."""
+        found = self.ints[1:8]
+        if buckets < self.horizon.buckets:
+            at = found - (self.horizon.buckets + 1) * LOOKED_UP
+            found = np.minimum(at, buckets) + (buckets + 1) * LOOKED_UP
+        return found
+
+    def usage(self, worker: IntArray, workers: int) -> FloatArray:
         """Sum the use of n columns on every worker and bucket, by range adds.
 
         A bucket's KV use is the column's largest use inside it: safe, never optimistic.
@@ -88,26 +124,24 @@ class Spans:
             workers: g, number of workers.
 
         Returns:
-            (g, N) batch slots and KV tokens.
+            (g, 2, N) batch slots and KV tokens.
 
         Source: [OLP] B.2; Differs: bucketed, see spec section 7.1.
         """
         stride = self.horizon.buckets + 1
-        where = self.at[[4, 0, 4, 0, 2]]
-        where[2:4] += stride
-        where[4] += 2 * stride
-        where += worker * (3 * stride)
-        added = np.bincount(where.ravel(), self.amount.ravel(), workers * 3 * stride)
-        sums = added.astype(np.float64, copy=False).reshape(workers, 3, stride)
-        batch, kv = sums[:, :2].cumsum(axis=2)[:, :, :-1].swapaxes(0, 1)
-        kv = kv + batch * self.horizon.right_edges
-        kv -= sums[:, 2, :-1]
-        return Usage(batch=batch, kv=kv)
+        where = self.ints[8:] + worker * (3 * stride)
+        added = sum_per_slot(where.ravel(), self.numbers[3:].ravel(), workers * 3 * stride)
+        added = added.reshape(workers, 3, stride)[:, :, :-1]
+        use = added[:, :2].cumsum(axis=2)
+        use[:, 1] += use[:, 0] * self.horizon.right_edges
+        use[:, 1] -= added[:, 2]
+        return use
 
 
 def total_usage(columns: Columns, horizon: Horizon, workers: int) -> Usage:
     """Sum the use of n columns on their workers: (g, N) batch slots and KV tokens."""
-    return Spans.of(columns, horizon).usage(columns.worker, workers)
+    use = Spans.of(columns, horizon).usage(columns.worker, workers)
+    return Usage(batch=use[:, 0], kv=use[:, 1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,13 +166,18 @@ class PrefixPrices:
             prices: (g, L) on the first buckets; the others have none.
             horizon: N >= L buckets.
         """
-        workers, reach = prices.batch.shape
+        return PrefixPrices.stacked(np.stack([prices.batch, prices.kv], axis=1), horizon)
+
+    @staticmethod
+    def stacked(prices: FloatArray, horizon: Horizon) -> PrefixPrices:
+        """`of` (g, 2, L) prices: of a batch slot, of a KV token."""
+        workers, _, reach = prices.shape
         table = np.zeros((workers, SUMS + 1, reach + 1))
+        table[:, :2, 1:] = prices
+        table[:, SUMS, :-1] = prices[:, 1]
         body = table[:, :SUMS, 1:]
-        body[:, 0], body[:, 1] = prices.batch, prices.kv
-        np.multiply(prices.kv, horizon.right_edges[:reach], out=body[:, 2])
+        np.multiply(prices[:, 1], horizon.right_edges[:reach], out=body[:, 2])
         body.cumsum(axis=2, out=body)
-        table[:, SUMS, :-1] = prices.kv
         return PrefixPrices(horizon, table)
 
     def cost(self, spans: Spans) -> FloatArray:
@@ -150,7 +189,7 @@ class PrefixPrices:
         Source: [OLP] eq. (10), by running sums over slots of p_bat, p_mem and slot x p_mem.
         """
         own = spans.worker * (self.table.shape[1] * self.table.shape[2])
-        found = self.table.ravel()[self._places(spans.at) + own]
+        found = self.table.ravel()[spans.places(self.table.shape[2] - 1) + own]
         batch, kv, edge, price = found[: SUMS + 1]
         batch_first, kv_first, edge_first = found[SUMS + 1 :]
         cost: FloatArray = batch - batch_first
@@ -170,8 +209,8 @@ class PrefixPrices:
         Source: [OLP] eq. (10).
         """
         if self.table.shape[2] == 1:
-            return np.zeros((spans.end.size, len(self.table)))
-        found = self._flat().take(self._places(spans.at), axis=1).swapaxes(0, 1)
+            return np.zeros((spans.size, len(self.table)))
+        found = self._flat().take(spans.places(self.table.shape[2] - 1), axis=1).swapaxes(0, 1)
         found[:SUMS] -= found[SUMS + 1 :]
         cost, kv, edge, price = found[: SUMS + 1]
         kv *= spans.level
@@ -193,10 +232,9 @@ class PrefixPrices:
         q = self.horizon.bucket_iterations
         last = np.ceil(np.minimum(columns.steps, self.horizon.iterations) / q)
         end = np.minimum(columns.steps, last * q)
-        at = np.empty((4, last.size), dtype=np.int64)
-        at[LAST] = last
-        at[BEFORE] = at[0] - 1
-        cost, kv, edge, price = self._flat().take(self._places(at), axis=1).swapaxes(0, 1)
+        stop, width = last.astype(np.int64), self.table.shape[2]
+        at = np.minimum([stop, stop, stop - 1, stop - 1], width - 1) + width * LOOKED_UP[:4]
+        cost, kv, edge, price = self._flat().take(at, axis=1).swapaxes(0, 1)
         kv *= columns.footprint
         cost += kv
         cost += edge
@@ -208,9 +246,3 @@ class PrefixPrices:
         """(g, 4 (L + 1)) the table, a row for each worker."""
         workers, planes, width = self.table.shape
         return self.table.reshape(workers, planes * width)
-
-    def _places(self, at: IntArray) -> IntArray:
-        """Where in a worker's part of the table the sums of some buckets are."""
-        width = self.table.shape[2]
-        planes = np.array(PLANES[: len(at)])[:, None]
-        return np.asarray(np.minimum(at, width - 1) + width * planes)
