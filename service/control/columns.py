@@ -8,7 +8,7 @@ Read spans.py for what columns cost.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -28,25 +28,25 @@ class Horizon:
     Attributes:
         buckets: N >= 1.
         bucket_iterations: q >= 1; q = 1 is the paper's slot.
+        right_edges: (N,) last iteration of each bucket, exclusive.
     """
 
     buckets: int
     bucket_iterations: int
+    right_edges: FloatArray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse an empty look-ahead."""
         if self.buckets < 1 or self.bucket_iterations < 1:
             raise ValueError("a horizon needs at least one bucket of at least one iteration")
+        edges = np.arange(1, self.buckets + 1, dtype=np.float64) * self.bucket_iterations
+        edges.flags.writeable = False
+        object.__setattr__(self, "right_edges", edges)
 
     @property
     def iterations(self) -> int:
         """H, the whole look-ahead in iterations."""
         return self.buckets * self.bucket_iterations
-
-    @property
-    def right_edges(self) -> FloatArray:
-        """(N,) last iteration of each bucket, exclusive."""
-        return np.arange(1, self.buckets + 1, dtype=np.float64) * self.bucket_iterations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

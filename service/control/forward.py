@@ -42,7 +42,7 @@ from service.control.pricing import expected_arrivals, mean_prices, normalizer
 from service.control.published import kv_scale, scarcity
 from service.control.rate import RateShift
 from service.control.room import Room
-from service.control.standing import Standing
+from service.control.standing import Settled, Standing
 from service.control.sway import sway, unswayed
 from service.control.tiers import TIERS_MAX, SeenArrivals, levels, startable, tiers
 from service.control.view import FleetView, Pair, View
@@ -98,7 +98,7 @@ class ForwardLp:
         held_up = prompt_steps * waiting.prompt_tokens
         columns, worth = settled.columns, settled.worth
         rewards = self._rewards(view, settled.rewards, held_up)
-        self._record(view, columns, rewards)
+        self._record(view, settled, rewards)
         tier = tiers(waiting.value * waiting.discount) if waiting.shared else worth
         large = self._seen.largest(LARGE_SHARE, prompt_steps)
         bound_s = self._ageing.bound_s(view, tier, settled.steps + held_up, large)
@@ -115,12 +115,13 @@ class ForwardLp:
             self._aged.forget_all_but(waiting.order[aged])
         group = tier * TIERS_MAX + worth if waiting.shared else worth
         highest_first = levels(group)
-        pairs = self._start_overdue(view, columns, room, tier)
+        one_tier = len(highest_first) == 1
+        pairs = self._start_overdue(view, columns, room, None if one_tier else tier)
         gone = {row for row, _ in pairs}
         for level in highest_first:
             if not room.residual.has_slot().any():
                 break
-            here = None if len(highest_first) == 1 else group == level
+            here = None if one_tier else group == level
             first = 0 if here is None else int(here.argmax())
             most = self._startable(view, int(worth[first]), [row for row, _ in pairs])
             old, young = _parted(aged, here, gone)
@@ -131,12 +132,17 @@ class ForwardLp:
         return pairs
 
     def _start_overdue(
-        self, view: View, columns: Columns, room: Room, tier: IntArray
+        self, view: View, columns: Columns, room: Room, tier: IntArray | None
     ) -> list[Pair]:
-        """Give requests of lower tiers that waited age_bound_s their share of all starts."""
+        """Give requests of lower tiers that waited age_bound_s their share of all starts.
+
+        With one tier, None, there are no lower ones.
+        """
         bound_s = self._config.age_bound_s
-        late = (view.age_s() >= bound_s) & (tier < tier.max(initial=0))
-        if bound_s == 0 or not late.any():
+        late = None
+        if bound_s > 0 and tier is not None:
+            late = (view.age_s() >= bound_s) & (tier < tier.max(initial=0))
+        if late is None or not late.any():
             self._overdue_credit = 1.0
             return []
         self._overdue_credit = min(self._overdue_credit, OVERDUE_CREDIT_MAX)
@@ -309,18 +315,19 @@ class ForwardLp:
             return np.zeros((columns.start.size, workers.size))
         return self._sums.of_workers(workers).cost_of_starts(columns)
 
-    def _record(self, view: View, columns: Columns, rewards: FloatArray) -> None:
+    def _record(self, view: View, settled: Settled, rewards: FloatArray) -> None:
         """Remember every request once, the first time a decision sees it."""
         new = (view.waiting.order > self._last_recorded).nonzero()[0]
         if not new.size:
             return
-        self._seen.extend(view, new)
+        columns = settled.columns
+        self._seen.extend(view, new, settled.worth)
         if new.size > FEW:
             self._history.extend(columns.take(new), 0.0, np.maximum(rewards[new], 0.0))
         else:
             for row in new.tolist():
                 self._history.record(columns, 0.0, row, max(float(rewards[row]), 0.0))
-        self._last_recorded = int(view.waiting.order[new].max())
+        self._last_recorded = max(view.waiting.order[new].tolist())
 
     def _rewards(self, view: View, reward: FloatArray, held_up: FloatArray) -> FloatArray:
         """(n,) normalised rewards of starting now, from those of [OLP] 3.1.

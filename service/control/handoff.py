@@ -62,6 +62,7 @@ class Handoff:
         self._waiting = waiting
         self._ahead: dict[str, Entry] = {}
         self._full = False
+        self._no_lead: FloatArray = np.zeros(0)
 
     def __len__(self) -> int:
         """Requests whose prompt is being computed although they have no decode slot yet."""
@@ -97,7 +98,10 @@ class Handoff:
         """
         decodes = self._fleet.decodes()
         if not self._fleet.decoders or self._config.hold_s > 0:
-            return np.zeros(len(self._fleet))
+            if self._no_lead.size != len(self._fleet):
+                self._no_lead = np.zeros(len(self._fleet))
+                self._no_lead.flags.writeable = False
+            return self._no_lead
         lead_s = self._pool.lead_s(self._waiting.shortest_prompt(), now_s)
         lead_s = min(lead_s, self._config.lead_max_s)
         buckets = lead_s / self._fleet.array("iteration_s") // bucket_iterations

@@ -22,6 +22,8 @@ from service.control.token_pace import PromptPace, TokenPace
 from service.control.waiting import Entry
 
 NO_LIMIT = 2**31
+HELD = ("worker", "sequences", "prompt_tokens", "produced", "streams", "ready_s")
+"""What an end is booked by."""
 NUMBERS = ("prompt_tokens", "produced", "forecast", "limit", "pool", "scale", "sequences")
 """What a started request's column follows from."""
 TIMES = ("streams", "ready_s", "started_s")
@@ -160,7 +162,7 @@ class Ledger:
         row = self._table.row(request_id)
         if self._table["ahead_tokens"][row] > 0:
             self._first_token(row, None)
-        held = self._table.remove(request_id)
+        held = self._table.remove(request_id, *HELD)
         worker, sequences = int(held["worker"]), held["sequences"]
         if worker >= 0:
             self._sequences[worker] -= sequences

@@ -28,32 +28,28 @@ class PriceSums:
     """Sums of some prices per batch slot and per KV token.
 
     Attributes:
-        prices: (g, N), normalised. kv_scale: normalised KV units per token. horizon: N buckets.
-        reach: buckets up to the last one that has a price anywhere.
+        prices: (g, N), normalised. horizon: N buckets.
+        per_token: (g, 2, L) of a batch slot and of a KV token, up to the last bucket that has one.
         cheapest: of one worker that is nowhere dearer than any of them.
     """
 
     prices: Usage
-    kv_scale: float
+    per_token: FloatArray
     horizon: Horizon
-    reach: int
     cheapest: PrefixPrices
 
     @staticmethod
     def of(prices: Usage, kv_scale: float, horizon: Horizon) -> PriceSums:
         """Sum up the least of (g, N) normalised prices."""
-        priced = np.flatnonzero((prices.batch + prices.kv).any(axis=0))
-        reach = int(priced[-1]) + 1 if priced.size else 0
-        least = Usage(
-            batch=prices.batch[:, :reach].min(axis=0, keepdims=True),
-            kv=prices.kv[:, :reach].min(axis=0, keepdims=True) * kv_scale,
-        )
-        return PriceSums(prices, kv_scale, horizon, reach, PrefixPrices.of(least, horizon))
+        per_token = np.stack([prices.batch, prices.kv * kv_scale], axis=1)
+        priced = np.flatnonzero(per_token.max(axis=0, initial=0.0).any(axis=0))
+        per_token = per_token[:, :, : int(priced[-1]) + 1 if priced.size else 0]
+        least = per_token.min(axis=0, keepdims=True)
+        return PriceSums(prices, per_token, horizon, PrefixPrices.stacked(least, horizon))
 
     def of_workers(self, workers: IntArray) -> PrefixPrices:
         """Those of w workers, in the order given; a decision asks for few."""
-        batch, kv = self.prices.batch[workers, : self.reach], self.prices.kv[workers, : self.reach]
-        return PrefixPrices.of(Usage(batch=batch, kv=kv * self.kv_scale), self.horizon)
+        return PrefixPrices.stacked(self.per_token[workers], self.horizon)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,6 @@ against its last bucket. Running minima answer the first two for every length at
 from __future__ import annotations
 
 import math
-from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,7 +67,8 @@ class Residual:
 
     def copy(self) -> Residual:
         """One that can be tried on: what is subtracted there stays here."""
-        other = copy(self)
+        other = Residual.__new__(Residual)
+        other._horizon, other._edges = self._horizon, self._edges
         other.batch, other.kv = self.batch.copy(), self.kv.copy()
         other._batch_low = self._batch_low.copy()
         other._kv_low = {several: low.copy() for several, low in self._kv_low.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from service.control.columns import FloatArray, Horizon, IntArray, Usage
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """Makes views of a router's books."""
+    """Makes views of a router's books; `horizon` is the look-ahead."""
 
     config: ControlConfig
     fleet: FleetState
@@ -31,13 +31,13 @@ class Sight:
     ledger: Ledger
     handoff: Handoff
     tenants: Tenants
+    horizon: Horizon = field(init=False)
 
-    @property
-    def horizon(self) -> Horizon:
-        """The look-ahead."""
+    def __post_init__(self) -> None:
+        """Lay the look-ahead out."""
         config = self.config
         buckets = max(1, config.horizon_iterations // config.bucket_iterations)
-        return Horizon(buckets, config.bucket_iterations)
+        object.__setattr__(self, "horizon", Horizon(buckets, config.bucket_iterations))
 
     @property
     def kernel(self) -> Kernel:

@@ -56,10 +56,10 @@ class Table:
         for name, array in self._arrays.items():
             array[row] = values[name]
 
-    def remove(self, key: str) -> dict[str, float]:
-        """Free a key's row and return what it held."""
+    def remove(self, key: str, *names: str) -> dict[str, float]:
+        """Free a key's row and return what it held in some columns."""
         row = self._row.pop(key)
-        held = {name: array[row].item() for name, array in self._arrays.items()}
+        held = {name: self._arrays[name][row].item() for name in names}
         last = self.keys.pop()
         if last != key:
             tail = len(self.keys)

@@ -81,8 +81,14 @@ class SeenArrivals:
         self._pools: dict[bytes, int] = {}
         self._members: list[BoolArray] = []
 
-    def extend(self, view: View, rows: IntArray) -> None:
-        """Record some waiting requests as arrivals, with the workers each may go to."""
+    def extend(self, view: View, rows: IntArray, worth: IntArray) -> None:
+        """Record some waiting requests as arrivals, with the workers each may go to.
+
+        Args:
+            view: the tick.
+            rows: who.
+            worth: (n,) tier of the value of everybody who waits.
+        """
         if view.fleet.worker_ids != self._worker_ids:
             self._worker_ids = view.fleet.worker_ids
             self._pools, self._members = {}, [np.ones(len(view.fleet), dtype=np.bool_)]
@@ -90,16 +96,21 @@ class SeenArrivals:
         rows = rows[-self._tier.size :]
         at = (self._next + np.arange(rows.size)) % self._tier.size
         waiting = view.waiting
-        steps = service_steps(view.kernel, waiting.decode_tokens[rows])
-        value = waiting.value[rows]
-        self._numbers[0, at], self._numbers[1, at] = value, steps
-        self._numbers[2, at] = waiting.sequences[rows]
-        self._numbers[3, at] = waiting.prompt_tokens[rows] + steps / 2
-        self._numbers[4, at] = waiting.prompt_tokens[rows]
-        self._tier[at] = tiers(value)
-        kind = waiting.kind[rows]
-        for number in sorted(set(kind.tolist())):
-            self._pool[at[kind == number]] = self._pool_of(waiting.reach[number])
+        steps, prompts = (
+            service_steps(view.kernel, waiting.decode_tokens[rows]),
+            waiting.prompt_tokens[rows],
+        )
+        self._numbers[:, at] = (
+            waiting.value[rows],
+            steps,
+            waiting.sequences[rows],
+            prompts + steps / 2,
+            prompts,
+        )
+        self._tier[at] = worth[rows]
+        kinds = waiting.kind[rows].tolist()
+        pools = {number: self._pool_of(waiting.reach[number]) for number in sorted(set(kinds))}
+        self._pool[at] = [pools[number] for number in kinds]
         self._next = (self._next + rows.size) % self._tier.size
         self._size = min(self._size + rows.size, self._tier.size)
         self._largest = None
@@ -118,7 +129,8 @@ class SeenArrivals:
         if self._largest is None:
             place = max(0, math.ceil(share * self._size) - 1)
             work = self._numbers[1, : self._size] + prompt_steps * self._numbers[4, : self._size]
-            self._largest = float(np.partition(work, place)[place])
+            work.partition(place)
+            self._largest = float(work[place])
         return self._largest
 
     def knows_above(self, tier: int) -> bool:

@@ -33,6 +33,7 @@ class PromptPace:
 
     def __init__(self) -> None:
         self._sums: FloatArray = np.zeros((5, 0))
+        self._prompt_s: FloatArray = np.zeros(0)
 
     def note(self, worker: int, ahead_tokens: float, waited_s: float) -> None:
         """Learn from a first token.
@@ -47,24 +48,27 @@ class PromptPace:
         sums = self._sums[:, worker]
         sums *= PROMPT_MEMORY
         sums += (1.0, x, y, x * x, x * y)
+        weight, x, y, xx, xy = sums.tolist()
+        weight = max(weight, 1.0)
+        spread = max(xx - x * x / weight, 0.0) + PROMPT_PRIOR_TOKENS**2
+        self._prompt_s[worker] = max((xy - x * y / weight) / spread, 0.0)
 
     def prompt_s(self, workers: int) -> FloatArray:
         """(g,) seconds by which a prompt token holds up everything else on a worker."""
         self._make_room(workers)
-        weight, x, y, xx, xy = self._sums[:, :workers]
-        weight = np.maximum(weight, 1.0)
-        spread = np.maximum(xx - x * x / weight, 0.0) + PROMPT_PRIOR_TOKENS**2
-        return np.asarray(np.maximum((xy - x * y / weight) / spread, 0.0))
+        return self._prompt_s[:workers].copy()
 
     def drop_worker(self, gone: int) -> None:
         """Forget a worker; later ones move down."""
         if gone < self._sums.shape[1]:
             self._sums = np.delete(self._sums, gone, axis=1)
+            self._prompt_s = np.delete(self._prompt_s, gone)
 
     def _make_room(self, workers: int) -> None:
         more = workers - self._sums.shape[1]
         if more > 0:
             self._sums = np.concatenate([self._sums, np.zeros((5, more))], axis=1)
+            self._prompt_s = np.append(self._prompt_s, np.zeros(more))
 
 
 class TokenPace:

@@ -161,7 +161,7 @@ class View:
         if self.kernel is Kernel.DECODE_ONLY or not len(fleet):
             return 0.0
         busy = np.minimum(1.0 + fleet.outstanding, fleet.batch_limit)
-        return float((busy * fleet.prompt_s / fleet.step_s).mean())
+        return float(np.add.reduce(busy * fleet.prompt_s / fleet.step_s)) / len(fleet)
 
     def age_s(self) -> FloatArray:
         """(n,) seconds waited; those of a tenant over its share count less."""

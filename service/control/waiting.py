@@ -146,7 +146,7 @@ class WaitingRoom:
 
     def remove(self, request_id: str) -> Entry:
         """Let a request out."""
-        held = self._table.remove(request_id)
+        held = self._table.remove(request_id, "kind", "prefix")
         self._kinds.leave(int(held["kind"]))
         self._affinity.leave(int(held["prefix"]))
         self._avoiding.discard(request_id)
