@@ -148,6 +148,8 @@ def levelled(margin: FloatArray) -> FloatArray:
     Differs: Algorithm 1 follows any difference of prices. At light load these are all but 0, and
     following them piles requests up where others' prompts are being computed.
     """
+    if margin.shape[1] == 1:
+        return margin
     best = margin.max(axis=1, keepdims=True, initial=-np.inf)
     return np.asarray(np.where(margin >= best - ALIKE * np.abs(best), best, margin))
 

@@ -69,9 +69,9 @@ class Columns:
 
     def __post_init__(self) -> None:
         """Check that all arrays have one length."""
-        size = self.worker.shape
-        others = (self.start, self.steps, self.footprint, self.sequences)
-        if any(values.shape != size for values in others):
+        begun, lasting = self.start.shape, self.steps.shape
+        held, several = self.footprint.shape, self.sequences.shape
+        if not self.worker.shape == begun == lasting == held == several:
             raise ValueError("the arrays of Columns must have one shape")
 
     def take(self, rows: IntArray | BoolArray) -> Columns:

@@ -62,7 +62,8 @@ class Foremost:
             others: no margin of theirs is above this.
         """
         orders = self._candidates.arrival_order.tolist()
-        queue = [(-max(margins), orders[row], row) for row, margins in enumerate(self._margin)]
+        best_first = (-self._candidates.margin.max(axis=1)).tolist()
+        queue = list(zip(best_first, orders, range(len(orders)), strict=True))
         heapify(queue)
         admitted: list[tuple[int, int]] = []
         while queue:
@@ -87,9 +88,9 @@ class Foremost:
         return None
 
     def _fitting(self, row: int, workers: range | list[int], residual: Residual) -> list[int]:
-        columns, margins = self._candidates.columns, self._margin[row]
-        floor = self._candidates.floor
-        return [g for g in workers if margins[g] > floor and residual.fits_one(columns, row, g)]
+        margins, floor = self._margin[row], self._candidates.floor
+        wanted = [g for g in workers if margins[g] > floor]
+        return residual.fits_one(self._candidates.columns, row, wanted)
 
     def _choose(self, row: int, workers: list[int]) -> int | None:
         """The worker with the largest margin; the most liked, then the lowest, breaks ties."""

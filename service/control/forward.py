@@ -119,7 +119,7 @@ class ForwardLp:
         pairs = self._start_overdue(view, columns, room, None if one_tier else tier)
         gone = {row for row, _ in pairs}
         for level in highest_first:
-            if not room.residual.has_slot().any():
+            if room.residual.is_full():
                 break
             here = None if one_tier else group == level
             first = 0 if here is None else int(here.argmax())
@@ -165,7 +165,7 @@ class ForwardLp:
     def _start_young(self, view: View, asking: _Asking, room: Room) -> list[Pair]:
         """Start by decreasing reduced cost whatever fits."""
         rows = asking.rows
-        if asking.most <= 0 or not rows.size or not room.residual.has_slot().any():
+        if asking.most <= 0 or not rows.size or room.residual.is_full():
             return []
         liking = 1.0 / view.fleet.batch_limit[room.workers]
         if room.sway is None:
@@ -195,7 +195,8 @@ class ForwardLp:
         if not places.size:
             return None
         rows = asking.rows[places]
-        candidates = self._candidates(view, replace(asking, rows=rows), room.workers)
+        few = _Asking(asking.columns, asking.rewards, asking.cost, rows, asking.most)
+        candidates = self._candidates(view, few, room.workers)
         best = Foremost(candidates, room.residual, liking)
         started = best.admit(others)
         if started is None:
@@ -353,8 +354,8 @@ def _prices(solution: PriceSolution | None, fleet: FleetView, horizon: Horizon) 
 
 def _parted(aged: BoolArray, here: BoolArray | None, gone: set[int]) -> tuple[IntArray, IntArray]:
     """Aged rows and the others, of those that are `here` (None for all) and not gone."""
-    old = np.flatnonzero(aged if here is None else here & aged)
-    young = np.flatnonzero(~aged if here is None else here & ~aged)
+    old = (aged if here is None else here & aged).nonzero()[0]
+    young = (~aged if here is None else here & ~aged).nonzero()[0]
     if gone:
         left = list(gone)
         old, young = old[~np.isin(old, left)], young[~np.isin(young, left)]

@@ -8,6 +8,7 @@ against its last bucket. Running minima answer the first two for every length at
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,17 +79,20 @@ class Residual:
         """Whether no worker has a free batch slot now."""
         return not np.count_nonzero(self.batch[:, 0] >= 1)
 
-    def fits_one(self, columns: Columns, row: int, worker: int) -> bool:
-        """`fits` for one column that starts in the first bucket, and one worker."""
+    def fits_one(self, columns: Columns, row: int, workers: Iterable[int]) -> list[int]:
+        """`fits` for one column that starts in the first bucket: those of some workers it fits."""
         start, sequences = float(columns.start[row]), float(columns.sequences[row])
         end = min(start + float(columns.steps[row]), float(self._horizon.iterations))
         last = max(math.ceil(end / self._horizon.bucket_iterations) - 1, 0)
         level = sequences * (float(columns.footprint[row]) - start)
-        return bool(
-            sequences <= self._batch_low[worker, last]
-            and level + sequences * end <= self.kv[worker, last]
-            and level <= self._low(sequences)[worker, last]
-        )
+        peak, low = level + sequences * end, self._low(sequences)
+        return [
+            g
+            for g in workers
+            if sequences <= self._batch_low[g, last]
+            and peak <= self.kv[g, last]
+            and level <= low[g, last]
+        ]
 
     def demand(self, columns: Columns) -> Demand:
         """What columns that start in the first bucket ask for."""

@@ -89,13 +89,16 @@ class Started:
             footprint=kv_footprint(frame.kernel, held["prompt_tokens"]),
             sequences=held["sequences"],
         )
-        if (self.blind and held["ready_s"].any()) or np.count_nonzero(frame.lead):
+        later = (self.blind and held["ready_s"].any()) or np.count_nonzero(frame.lead)
+        if later:
             columns = self._seen_later(columns)
         blocks = frame.block_tokens[self.workers]
-        blocks = blocks[:1] if blocks.min() == blocks.max() else blocks[self.at]
+        if blocks.size > 1:
+            blocks = blocks[:1] if blocks.min() == blocks.max() else blocks[self.at]
         whole = in_whole_blocks(columns, blocks, frame.horizon)
-        gone = whole.start + whole.steps <= 0
-        return (whole.take(~gone) if np.count_nonzero(gone) else whole), late
+        # Seen from now, whatever was started has a token to go.
+        gone = whole.start + whole.steps <= 0 if later else None
+        return (whole if gone is None or not gone.any() else whole.take(~gone)), late
 
     def _seen_later(self, columns: Columns) -> Columns:
         """Columns on the look-ahead of what starts now, which begins when its prefill ends.
