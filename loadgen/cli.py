@@ -24,6 +24,7 @@ from loadgen.bench_scrapes import scrapes
 from loadgen.demo_command import demo
 from loadgen.experiments.command import experiments
 from loadgen.processes import ClusterError
+from loadgen.proxy_command import proxy
 from loadgen.replay_command import replay
 from loadgen.side_by_side_command import vllm
 from loadgen.simulate_command import simulate
@@ -56,6 +57,7 @@ def make_app() -> App:
     bench.command(lengths)
     bench.command(scrapes)
     bench.command(every_bench, name="all")
+    bench.command(proxy)
     bench.command(vllm)
     app.command(bench)
     return app

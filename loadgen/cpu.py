@@ -55,6 +55,11 @@ class CpuMeter:
         return max(0.0, others_s / (elapsed_s * processors()))
 
 
+def used_s(pid: int) -> float:
+    """Processor seconds that a process has used so far; 0 where /proc does not tell."""
+    return _cpu_s((pid,))
+
+
 def processors() -> int:
     """Count the processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
