@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -69,6 +69,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._in_message = False
         self._muted = False
         self._refused = False
+        self._leaving = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
         self._expect_head()
@@ -134,6 +135,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         while self._open and self._open[0].response_complete:
             self._open.popleft()
         self._open.append(self.cycle)
+        self.cycle.transport = cast("asyncio.Transport", _LastReader(self.transport, self.hang_up))
         if 0 < len(self.pipeline) < AHEAD_MAX:
             # uvicorn stops reading at the first; then nobody would see this client leave.
             self.flow.resume_reading()
@@ -150,6 +152,10 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._moved_on = True
         self._in_message = False
         self._rest_came()
+        if self._leaving:
+            self._refused = True
+            self.transport.close()
+            return
         if not self._refused:
             super().on_message_complete()
 
@@ -158,6 +164,19 @@ class _BoundedProtocol(HttpToolsProtocol):
         unread = self._in_message and not self._in_head and self.cycle.response_complete
         if unread and self._rest_timer is None:
             self._rest_timer = self.loop.call_later(self.bounds.timeout_s, self.transport.close)
+
+    def hang_up(self) -> None:
+        """Close after an answer, but not on a client that is still sending its request.
+
+        That would reset the connection, and most clients then lose the answer. It is read to its
+        end, for as long as on_response_complete allows.
+        """
+        if not self._in_message or self._in_head:
+            self.transport.close()
+            return
+        self._leaving = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, over offers of another protocol, which it takes for accepted.
@@ -217,6 +236,16 @@ class _BoundedProtocol(HttpToolsProtocol):
         host, port = self.client or ("", 0)
         self.refused(answer, why, f"{host}:{port}")
         self.transport.close()
+
+
+class _LastReader:
+    """A transport to whoever answers a request; closing it waits for the rest of the request."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.get_extra_info = transport.get_extra_info
+        self.close = close
 
 
 def _body_framing(headers: RawHeaders) -> bytes:

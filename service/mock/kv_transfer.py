@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import httpx
+import orjson
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -150,8 +151,14 @@ async def fetch(params: Params, prompt_key: int) -> Fetched:
         return NOTHING
     if response.status_code == OTHER_ENGINE:
         return NOTHING
-    kept = response.status_code == 200
-    return Fetched(prefilled=True, sound=kept and response.json()["prompt_key"] == prompt_key)
+    if response.status_code != 200:
+        return Fetched(prefilled=True, sound=False)
+    try:
+        kept_key = orjson.loads(response.content)["prompt_key"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        # It talks nonsense: as good as gone.
+        return NOTHING
+    return Fetched(prefilled=True, sound=kept_key == prompt_key)
 
 
 async def with_prompt_from_elsewhere(asked: Asked) -> Asked:

@@ -7,11 +7,14 @@ import contextlib
 import gzip
 import json
 import re
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
 
+from service.auth_settings import AuthConfig, ClientKey
 from service.edge_config import EdgeConfig
+from service.secrets import Secret
 from service.settings import ServerConfig
 from tests.service.live import Live, mock, serving_mocks, until
 
@@ -292,3 +295,25 @@ async def test_an_answer_to_head_has_no_body() -> None:
         await peer.send(b"HEAD /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         got = await peer.rest()
         assert re.fullmatch(rb"HTTP/1\.1 405 [^\r]+\r\n(?:[^\r]+\r\n)+\r\n", got)
+
+
+async def test_an_answer_before_the_request_is_sent_is_not_lost_by_hanging_up() -> None:
+    body = b"x" * (8 * 1024 * 1024)
+    auth = AuthConfig(keys=(ClientKey(key=Secret("right")),))
+    async with serving_mocks([mock()], auth=auth) as live:
+        host, port = live.url.removeprefix("http://").rsplit(":", 1)
+
+        def ask() -> bytes:
+            with socket.create_connection((host, int(port)), timeout=20.0) as client:
+                client.sendall(
+                    b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
+                    b"authorization: Bearer wrong\r\ncontent-type: multipart/form-data; boundary=b"
+                    b"\r\ncontent-length: %d\r\n\r\n" % len(body)
+                )
+                # All of it can be sent although the answer is there long before.
+                client.sendall(body)
+                return b"".join(iter(lambda: client.recv(65536), b""))
+
+        answer = await asyncio.to_thread(ask)
+        assert answer.startswith(b"HTTP/1.1 401 ")
+        assert b'"code":"invalid_api_key"' in answer
