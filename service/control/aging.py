@@ -15,40 +15,27 @@ import numpy as np
 
 from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.config import ControlConfig
+from service.control.first_come import FirstComeWait
 from service.control.tiers import levels
 from service.control.view import View
 
-HEAD_UNUSED = 0.5
-"""Part of what the head of the queue needs that is free but too little, while KV memory binds."""
 LARGE_SHARE = 0.95
 """Requests with no more work than this share of the recent arrivals are never spared."""
 
 
-def drain_s(view: View, rows: BoolArray, steps: FloatArray) -> float:
-    """Time the fleet needs for some waiting work: the first-come-first-served wait, seconds.
+@dataclass(frozen=True, slots=True, eq=False)
+class Size:
+    """What the sequences of waiting requests take.
 
-    A worker does one slot-iteration of work per busy slot in the time that its iterations were seen
-    to take; busy slots are bounded by the batch limit and by how many waiting requests, at their
-    mean KV over their life, fit its KV cache. There the head of a first-come-first-served queue
-    leaves memory unused while it waits for what it lacks: half of its need, on average.
-
-    Args:
-        view: the tick.
-        rows: (n,) which requests.
-        steps: (n,) work of each, in slot-iterations.
+    Attributes:
+        steps: (n,) decode iterations.
+        work: (n,) slot-iterations, with those in which the prompt holds up everything else.
+        large: only requests with more work than this may be spared.
     """
-    waiting, fleet = view.waiting, view.fleet
-    work = (waiting.sequences * steps)[rows]
-    total = float(work.sum())
-    if total <= 0 or not len(fleet):
-        return 0.0
-    kv_tokens = waiting.prompt_tokens[rows] + waiting.decode_tokens[rows] / 2
-    mean_kv = float((work * kv_tokens).sum()) / total
-    needed = mean_kv + float((work * waiting.decode_tokens[rows]).sum()) / total / 2
-    usable = np.maximum(fleet.kv_capacity_tokens - HEAD_UNUSED * needed, 1.0)
-    slots = np.minimum(fleet.batch_limit, usable / max(mean_kv, 1.0))
-    steps_per_s = (slots / fleet.step_s)[waiting.reach.any(axis=0)].sum()
-    return total / float(steps_per_s) if steps_per_s > 0 else math.inf
+
+    steps: FloatArray
+    work: FloatArray
+    large: float
 
 
 @dataclass(slots=True)
@@ -85,14 +72,13 @@ class AgeRule:
         self._spared: IntArray = np.zeros(0, dtype=np.int64)
         self._last_order: int | None = None
 
-    def bound_s(self, view: View, tier: IntArray, work: FloatArray, large: float) -> FloatArray:
+    def bound_s(self, view: View, tier: IntArray, size: Size) -> FloatArray:
         """(n,) the bound of each waiting request at this tick; infinity when switched off.
 
         Args:
             view: the tick.
             tier: (n,) of value.
-            work: (n,) of each of a request's sequences, in slot-iterations.
-            large: only requests with more work than this may be spared.
+            size: of the requests.
         """
         config = self._config
         if config.age_bound_s == 0:
@@ -101,14 +87,15 @@ class AgeRule:
             return np.full(tier.size, config.age_bound_s)
         self._turn(view)
         bounds = np.empty(tier.size)
+        first_come = FirstComeWait(view, size.steps)
         for level in levels(tier):
-            wait_s = drain_s(view, tier >= level, work)
+            wait_s = first_come.of(tier >= level)
             newest_s = self._new.peak_s.get(level, 0.0)
             if math.isfinite(wait_s):  # else no worker is there now, which says nothing of waits
                 newest_s = self._new.peak_s[level] = max(newest_s, wait_s)
             peak_s = max(newest_s, self._old.peak_s.get(level, 0.0))
             bounds[tier == level] = max(config.age_factor * peak_s, config.age_floor_s)
-        spared = self._spare(view, bounds, work, large)
+        spared = self._spare(view, bounds, size)
         bounds[spared] *= config.age_stretch
         return np.minimum(bounds, config.age_bound_s)
 
@@ -129,9 +116,7 @@ class AgeRule:
         self._last_order = max(before, int(order.max()))
         self._new.arrivals += self._last_order - before
 
-    def _spare(
-        self, view: View, bounds: FloatArray, work: FloatArray, large: float
-    ) -> BoolArray | IntArray:
+    def _spare(self, view: View, bounds: FloatArray, size: Size) -> BoolArray | IntArray:
         """Which waiting requests may wait longer: those of before, and new ones while some may."""
         order = view.waiting.order
         spared = np.isin(order, self._spared) if self._spared.size else np.zeros(order.size, bool)
@@ -139,8 +124,8 @@ class AgeRule:
         allowed = share * (self._old.arrivals + self._new.arrivals)
         left = int(allowed - self._old.spared - self._new.spared)
         if left > 0:
-            asking = np.flatnonzero((view.age_s() >= bounds) & (work > large) & ~spared)
-            chosen = asking[np.argsort(-work[asking], kind="stable")[:left]]
+            asking = np.flatnonzero((view.age_s() >= bounds) & (size.work > size.large) & ~spared)
+            chosen = asking[np.argsort(-size.work[asking], kind="stable")[:left]]
             self._new.spared += chosen.size
             spared[chosen] = True
         self._spared = order[spared]

@@ -270,9 +270,9 @@ class ControlConfig:
         fixed_horizon: T is a wall, horizon_iterations after the first tick, as in the paper's
             experiments; otherwise the look-ahead rolls, T = k + H - 1. Only for PUBLISHED.
         age_bound_s: a request that waited this long goes first, oldest first; 0 switches it off.
-        age_factor: online_lp's forward variant lets a request go first already after this many
-            times the longest recent first-come-first-served wait; smaller spares the tail, larger
-            the mean; 0 leaves age_bound_s alone.
+        age_factor: online_lp's forward variant lets a request go first after this many times the
+            wait that first come first served would have had at worst of late; smaller spares the
+            tail, larger the mean; 0 leaves age_bound_s alone.
         age_floor_s: that relative bound is never shorter than this.
         age_share: share of the recent requests that this relative bound protects; of those that
             reach it, the ones with the most work are left out.
@@ -306,7 +306,7 @@ class ControlConfig:
     bucket_iterations: int = 16
     fixed_horizon: bool = False
     age_bound_s: float = 60.0
-    age_factor: float = 0.88
+    age_factor: float = 1.0
     age_floor_s: float = 0.1
     age_share: float = 0.9905
     age_stretch: float = 5.0

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from service.control.aged import AgedStarts
-from service.control.aging import LARGE_SHARE, AgeRule
+from service.control.aging import LARGE_SHARE, AgeRule, Size
 from service.control.assign import (
     BLOCK,
     NO_LIMIT,
@@ -101,7 +101,8 @@ class ForwardLp:
         self._record(view, settled, rewards)
         tier = tiers(waiting.value * waiting.discount) if waiting.shared else worth
         large = self._seen.largest(LARGE_SHARE, prompt_steps)
-        bound_s = self._ageing.bound_s(view, tier, settled.steps + held_up, large)
+        size = Size(settled.steps, settled.steps + held_up, large)
+        bound_s = self._ageing.bound_s(view, tier, size)
         aged = view.age_s() >= bound_s
         workers = view.open_workers()
         if not workers.size:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.control.columns import FloatArray, IntArray, Usage, sum_per_slot
+from service.control.columns import BoolArray, FloatArray, IntArray, Usage, sum_per_slot
 from service.control.events import Request
 from service.control.fleet_state import FleetState, OwnLoad
 from service.control.lengths import LengthPredictor
@@ -19,6 +19,7 @@ from service.control.occupancy import Frame, Occupancy
 from service.control.started import Started
 from service.control.tables import Table
 from service.control.token_pace import PromptPace, TokenPace
+from service.control.usual_work import UsualWork
 from service.control.waiting import Entry
 
 NO_LIMIT = 2**31
@@ -57,6 +58,7 @@ class Ledger:
         self._ahead: FloatArray = np.zeros(0)
         self._occupancy = Occupancy()
         self._pace, self._prompts = TokenPace(), PromptPace()
+        self._usual = UsualWork()
         self._learned = -1
 
     def __len__(self) -> int:
@@ -207,6 +209,27 @@ class Ledger:
         """(g,) seconds of a decode iteration, without the prompts computed in it."""
         told_s = fleet.array("iteration_s")
         return self._pace.step_s(told_s, self._prompts.prompt_s(told_s.size))
+
+    def came(self, entry: Entry) -> None:
+        """Learn from a request that arrived."""
+        self._usual.came(entry.decode_tokens)
+
+    def ended(self, entry: Entry, decode_tokens: int) -> None:
+        """Learn from a request that came to its end by itself."""
+        self._usual.ended(entry.decode_tokens, decode_tokens)
+
+    def usual_left_steps(self) -> float:
+        """Iterations that a running request has left in any order of starts; 0: unknown."""
+        return self._usual.left_steps()
+
+    def left_steps(self, workers: BoolArray) -> float:
+        """Slot-iterations that our requests on some (g,) workers have left by their forecasts."""
+        table = self._table
+        at, left = table["worker"], np.maximum(table["forecast"] - table["produced"], 0.0)
+        left *= table["sequences"]
+        if not workers.all() or (at.size and at.min() < 0):
+            left = left[(at >= 0) & workers[at]]
+        return float(left.sum())
 
     def own_load(self, worker: int) -> OwnLoad:
         """What we hold on one worker now, in sequences and in KV tokens."""

@@ -74,6 +74,7 @@ class Life:
         )
         fit_to_fleet(entry, self.fleet)
         self.tenants.place(entry, self.waiting.tenants, request.arrival_s)
+        self.ledger.came(entry)
         self.waiting.add(entry)
         unfit = self._unfit(entry)
         if self._is_full():
@@ -184,6 +185,7 @@ class Life:
             self.tenants.end(entry, tokens, now_s)
             if outcome is Outcome.COMPLETED:
                 self.predictor.observe(entry.request, tokens)
+                self.ledger.ended(entry, tokens)
                 self.affinity.answered(entry.request, worker, tokens)
         self.counters.ended[outcome] += 1
 

@@ -99,6 +99,8 @@ class Sight:
             occupancy=occupancy,
             frozen_occupancy=frozen_occupancy,
             kv_ceiling_tokens=kv_ceiling_tokens,
+            left_steps=self.ledger.left_steps,
+            usual_left_steps=self.ledger.usual_left_steps(),
             arrivals_per_s=arrivals_per_s,
             cached=self.waiting.cached() if with_cached else None,
         )

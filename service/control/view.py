@@ -116,6 +116,10 @@ class View:
         kv_ceiling_tokens: most KV that a worker's started requests will ever hold, others' load
             included, given what rounding may add to a sequence; infinity when that cannot be told
             cheaply.
+        left_steps: slot-iterations that requests started on some (g,) workers have left by their
+            forecasts.
+        usual_left_steps: iterations that a running request would have left on average, whatever the
+            order of starts; 0 while unknown.
         arrivals_per_s: measured arrival rate.
         cached: what workers hold of the waiting prompts; None where no prompt can be known again.
     """
@@ -128,6 +132,8 @@ class View:
     occupancy: Callable[[Horizon, float, IntArray | None], Usage]
     frozen_occupancy: Callable[[Horizon, float], Callable[[], Usage]]
     kv_ceiling_tokens: Callable[[int, float], float]
+    left_steps: Callable[[BoolArray], float]
+    usual_left_steps: float
     arrivals_per_s: float
     cached: Cached | None = None
 
