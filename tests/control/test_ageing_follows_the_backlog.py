@@ -92,6 +92,27 @@ def test_the_bound_never_falls_below_its_floor() -> None:
     assert _who_is_next(_busy(config), 2.1) == "long0"
 
 
+@pytest.mark.parametrize(
+    ("now_s", "first"),
+    [
+        pytest.param(1.0, "short", id="first come first served would take 1.1 s: still overtaken"),
+        pytest.param(1.3, "long0", id="waited longer than that, if shorter than the queue's 1.6 s"),
+    ],
+)
+def test_what_waits_because_less_runs_than_usual_does_not_count(now_s: float, first: str) -> None:
+    """Ten slots run requests of 2 tokens; first come first served would run some of 100 as well."""
+    router = router_with(CONFIG, spec("w0", batch_limit=10, kv=10**6, iteration_s=0.01))
+    for index in range(10):
+        router.handle(ask(f"running{index}", decode_tokens_hint=2), 0.0)
+    assert len(starts(router.tick(0.0))) == 10
+    for index in range(16):
+        router.handle(ask(f"long{index}", decode_tokens_hint=100), 0.0)
+    router.tick(0.0)
+    router.handle(ask("short", now_s, decode_tokens_hint=1), now_s)
+    router.handle(Left("running0", Outcome.CANCELLED, None), now_s)
+    assert starts(router.tick(now_s))[0][0] == first
+
+
 def test_ageing_can_be_switched_off() -> None:
     assert _who_is_next(_busy(replace(CONFIG, age_bound_s=0.0)), 1e5) == "short"
 
