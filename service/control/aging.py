@@ -86,18 +86,25 @@ class AgeRule:
         if config.age_factor == 0:
             return np.full(tier.size, config.age_bound_s)
         self._turn(view)
-        bounds = np.empty(tier.size)
-        first_come = FirstComeWait(view, size.steps)
-        for level in levels(tier):
-            wait_s = first_come.of(tier >= level)
-            newest_s = self._new.peak_s.get(level, 0.0)
-            if math.isfinite(wait_s):  # else no worker is there now, which says nothing of waits
-                newest_s = self._new.peak_s[level] = max(newest_s, wait_s)
-            peak_s = max(newest_s, self._old.peak_s.get(level, 0.0))
-            bounds[tier == level] = max(config.age_factor * peak_s, config.age_floor_s)
+        first_come, found = FirstComeWait(view, size.steps), levels(tier)
+        if len(found) == 1:
+            bounds: FloatArray = np.full(tier.size, self._bound_s(found[0], first_come.of_all()))
+        else:
+            bounds = np.empty(tier.size)
+            for level in found:
+                wait_s = first_come.of(tier >= level)
+                bounds[tier == level] = self._bound_s(level, wait_s)
         spared = self._spare(view, bounds, size)
         bounds[spared] *= config.age_stretch
         return np.minimum(bounds, config.age_bound_s)
+
+    def _bound_s(self, level: int, wait_s: float) -> float:
+        """The bound of a tier, where first come first served would make it wait so long now."""
+        newest_s = self._new.peak_s.get(level, 0.0)
+        if math.isfinite(wait_s):  # else no worker is there now, which says nothing of waits
+            newest_s = self._new.peak_s[level] = max(newest_s, wait_s)
+        peak_s = max(newest_s, self._old.peak_s.get(level, 0.0))
+        return max(self._config.age_factor * peak_s, self._config.age_floor_s)
 
     def _turn(self, view: View) -> None:
         """Begin a new period when the last one is full; count who came."""

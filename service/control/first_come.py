@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from service.control.config import Kernel
+
 if TYPE_CHECKING:
     from service.control.columns import BoolArray, FloatArray
     from service.control.view import View
@@ -39,49 +41,55 @@ class FirstComeWait:
         self._view = view
         self._work = view.waiting.sequences * steps
         self._wanted: BoolArray = np.asarray(view.waiting.reach.any(axis=0))
-        work = float(self._work.sum())
+        self._total = float(self._work.sum())
         # The part of the waiting work that would wait there as well.
         self._waits = 1.0
-        if work > 0:
-            everyone = np.ones(steps.size, dtype=np.bool_)
-            self._waits = max(0.0, 1.0 - self._owed(everyone) / work)
+        if self._total > 0:
+            self._slots_of_all = self._slots(slice(None), self._total)
+            self._waits = max(0.0, 1.0 - self._owed() / self._total)
+
+    def of_all(self) -> float:
+        """Seconds until all waiting requests have started; infinity where no worker is there."""
+        if self._total <= 0 or not len(self._view.fleet):
+            return 0.0
+        return self._wait_s(slice(None), self._total, self._slots_of_all)
 
     def of(self, rows: BoolArray) -> float:
         """Seconds until some waiting requests have started; infinity where no worker is there."""
-        view, fleet = self._view, self._view.fleet
         work = float(self._work[rows].sum())
-        if work <= 0 or not len(fleet):
+        if work <= 0 or not len(self._view.fleet):
             return 0.0
-        slots = self._slots(rows)
-        steps_per_s = float((slots / fleet.step_s)[self._wanted].sum())
+        return self._wait_s(rows, work, self._slots(rows, work))
+
+    def _wait_s(self, rows: BoolArray | slice, work: float, slots: FloatArray) -> float:
+        steps_per_s = float((slots / self._view.fleet.step_s)[self._wanted].sum())
         if steps_per_s <= 0:
             return math.inf
-        return self._waits * work / steps_per_s + self._prompts_s(view, rows)
+        return self._waits * work / steps_per_s + self._prompts_s(rows)
 
-    def _prompts_s(self, view: View, rows: BoolArray) -> float:
+    def _prompts_s(self, rows: BoolArray | slice) -> float:
         """Seconds in which the prompts are computed, the workers side by side."""
-        if not view.prompt_steps():
+        view = self._view
+        if view.kernel is Kernel.DECODE_ONLY:
             return 0.0
         token_s = float(view.fleet.prompt_s[self._wanted].mean())
         prompts = float(view.waiting.prompt_tokens[rows].sum())
         return prompts * token_s / np.count_nonzero(self._wanted)
 
-    def _slots(self, rows: BoolArray) -> FloatArray:
-        """(g,) slots that can be busy with some waiting requests."""
+    def _slots(self, rows: BoolArray | slice, total: float) -> FloatArray:
+        """(g,) slots that can be busy with some waiting requests, of some work in all."""
         waiting, fleet = self._view.waiting, self._view.fleet
         work = self._work[rows]
-        total = float(work.sum())
         prompt, decode = waiting.prompt_tokens[rows], waiting.decode_tokens[rows]
         mean_kv = float((work * (prompt + decode / 2.0)).sum()) / total
         needed = mean_kv + float((work * decode).sum()) / total / 2.0
         usable = np.maximum(fleet.kv_capacity_tokens - HEAD_UNUSED * needed, 1.0)
         return np.minimum(fleet.batch_limit, usable / max(mean_kv, 1.0))
 
-    def _owed(self, rows: BoolArray) -> float:
+    def _owed(self) -> float:
         """Slot-iterations that would run under first come first served, and wait here."""
         view, wanted = self._view, self._wanted
-        if not view.usual_left_steps or not wanted.any():
+        if not view.usual_left_steps or not np.count_nonzero(wanted):
             return 0.0
-        slots = self._slots(rows)
-        running = view.usual_left_steps * float(slots[wanted].sum())
+        running = view.usual_left_steps * float(self._slots_of_all[wanted].sum())
         return max(0.0, running - view.left_steps(wanted))
