@@ -126,9 +126,9 @@ async def test_hundreds_of_trivial_requests_are_all_answered_each_with_its_own()
 
     async def scripted(request: Got) -> None:
         assert request.body is not None
-        request.writer.write(
-            whole(200, b"<" + orjson.loads(request.body)["prompt"].encode() + b">")
-        )
+        echo = b"<" + orjson.loads(request.body)["prompt"].encode() + b">"
+        # This worker hangs up after each answer, and must say so.
+        request.writer.write(whole(200, echo, "application/json", "connection: close"))
 
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(RawWorker(scripted).listening()) for _ in range(4)]
