@@ -56,7 +56,7 @@ class Front:
 @asynccontextmanager
 async def front_of(fleet: Fleet, *flags: str) -> AsyncIterator[Front]:
     """An idle fleet behind a router that scrapes often."""
-    fast = ("--metrics-interval-s", "0.1", *flags)
+    fast = ("--metrics-interval-s", "0.1", "--histograms-interval-s", "0.2", *flags)
     with running_router(fleet.urls, batch_limit=fleet.batch_limit, flags=fast) as router:
         async with AsyncExitStack() as stack:
             http = await stack.enter_async_context(client(router.url))
