@@ -14,6 +14,7 @@ import orjson
 from loadgen.chaos_keys import LIMITED, STRANGE, Key
 from loadgen.chaos_plan import LIGHT, UNSERVED, Kind
 from loadgen.chaos_requests import proxied
+from service.mock.faults import NONSENSE
 
 GENERATED: Final = frozenset({200, 429, 500, 502, 503, 504})
 """What a request that a worker could serve may be answered."""
@@ -114,7 +115,8 @@ def _judge_inside(kind: Kind, answer: Answer) -> tuple[End, str]:
     events = answer.headers.get(b"content-type", b"").startswith(b"text/event-stream")
     if events and kind not in LIGHT:
         return _judge_events(kind, answer)
-    return (End.COMPLETED if answer.complete else End.FAILED), ""
+    said = answer.complete and bytes(answer.body) != NONSENSE
+    return (End.COMPLETED if said else End.FAILED), ""
 
 
 def _judge_at_door(what: str, answer: Answer, status: int, end: End) -> tuple[End, str]:

@@ -37,14 +37,15 @@ FLAP_LOOKS: Final = 4
 REBIND_S: Final = 0.05
 DRAINED_S: Final = 0.5
 GENERATIONS_MAX: Final = 1_000_000
+NONSENSE: Final = b"\x00\x01\x02\x03"
+"""The body of a whole answer that says nothing; a router passes it on."""
 GARBAGE: Final = (
     b"220 mail.example ESMTP ready\r\n",
     b'HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n{"id":',
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     b"zz\r\nnot a chunk\r\n",
     b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {"choices": [\xff\xfe\n\n',
-    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
-    b"content-length: 4\r\n\r\n\x00\x01\x02\x03",
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 4\r\n\r\n" + NONSENSE,
     b"HTTP/1.1 999999 ???\r\n\r\n",
     b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000 + b"\r\n\r\n",
     b"",

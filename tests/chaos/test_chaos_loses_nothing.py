@@ -26,7 +26,7 @@ from loadgen.chaos_verdict import (
 )
 from loadgen.soak_command import PREFILL_WORKERS
 from service.auth import Limit
-from service.mock.faults import OF_PREFILL, Fault
+from service.mock.faults import NONSENSE, OF_PREFILL, Fault
 
 SECONDS = 8.0
 FAULTS_PER_S = 2.0
@@ -128,6 +128,7 @@ EVENTS = {b"content-type": b"text/event-stream"}
         (Answer(200, EVENTS, bytearray(b'data: {"error":{"code":"x"}}\n\n'), True), End.FAILED),
         (Answer(200, {}, bytearray(b"{}"), True), End.COMPLETED),
         (Answer(200, {}, bytearray(b"{"), False), End.FAILED),
+        (Answer(200, {}, bytearray(NONSENSE), True), End.FAILED),
         (Answer(500, {}, bytearray(b'{"error":{"type":"server_error"}}'), True), End.WRONG),
         (Answer(502, {}, bytearray(b"bad gateway"), True), End.WRONG),
         (Answer(404, {}, bytearray(b"{}"), True), End.WRONG),
