@@ -20,9 +20,13 @@ LABEL org.opencontainers.image.title="bidgate" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN groupadd --gid 10001 bidgate && useradd --uid 10001 --gid bidgate --no-create-home --home-dir /nonexistent bidgate
 COPY --from=build /opt/bidgate /opt/bidgate
-ENV PATH=/opt/bidgate/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+ENV PATH=/opt/bidgate/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 NUMBA_CACHE_DIR=/var/cache/bidgate \
     BIDGATE_SERVER__HOST=0.0.0.0 BIDGATE_SERVER__PORT=8001
+# What the controller compiles is kept here. On another kind of processor it is compiled again; where the
+# folder cannot be written to, at each start.
+RUN install --directory --owner 10001 --group 10001 /var/cache/bidgate
 USER 10001:10001
+RUN python -c 'from service.control import compile_all; compile_all()'
 EXPOSE 8001
 # Change the port by BIDGATE_SERVER__PORT, not by a flag, and this follows.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s --retries=3 \

@@ -38,6 +38,7 @@ from service.control.events import (
     WorkerSpec,
     WorkerState,
 )
+from service.control.kernels import compile_all
 from service.control.prices import PriceProblem, PriceSnapshot, PriceSolution
 from service.control.router import Router
 from service.control.stats import AffinityStats, PrefillStats, RouterStats, WorkerStats
@@ -85,4 +86,5 @@ __all__ = [
     "WorkerSpec",
     "WorkerState",
     "WorkerStats",
+    "compile_all",
 ]

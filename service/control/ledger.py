@@ -14,6 +14,7 @@ import numpy as np
 from service.control.columns import BoolArray, FloatArray, IntArray, Usage, sum_per_slot
 from service.control.events import Request
 from service.control.fleet_state import FleetState, OwnLoad
+from service.control.kernels.ledger import left_steps
 from service.control.lengths import LengthPredictor
 from service.control.occupancy import Frame, Occupancy
 from service.control.started import Started
@@ -225,11 +226,9 @@ class Ledger:
     def left_steps(self, workers: BoolArray) -> float:
         """Slot-iterations that our requests on some (g,) workers have left by their forecasts."""
         table = self._table
-        at, left = table["worker"], np.maximum(table["forecast"] - table["produced"], 0.0)
-        left *= table["sequences"]
-        if not workers.all() or (at.size and at.min() < 0):
-            left = left[(at >= 0) & workers[at]]
-        return float(left.sum())
+        return left_steps(
+            table["worker"], table["forecast"], table["produced"], table["sequences"], workers
+        )
 
     def own_load(self, worker: int) -> OwnLoad:
         """What we hold on one worker now, in sequences and in KV tokens."""

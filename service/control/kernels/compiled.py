@@ -1,0 +1,92 @@
+"""3 controller, kernels: a loop over numbers becomes machine code the first time it is called.
+
+A decision is hundreds of small steps; in numpy each costs a call, and the calls cost more than the
+numbers. Numba compiles a loop that is written out in plain Python. Every kernel states the types it
+takes, so nothing is ever compiled in the middle of a decision for types that nobody foresaw: other
+types are a TypeError. What was compiled is kept on disk (Numba's cache: beside the source, in the
+user's cache folder or in NUMBA_CACHE_DIR); where nothing can be written it is compiled at each
+start.
+
+Two rules. A kernel calls nothing of another file: Numba's cache looks at a kernel's own file alone
+when it decides whether what it kept is still true. And a kernel adds up in the order of its loop
+and without `fastmath`, so that the same numbers give the same decision on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Generic, ParamSpec, TypeVar
+
+from numba import njit, types
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FLOAT: Final = types.float64
+INT: Final = types.int64
+BOOL: Final = types.boolean
+FLOATS: Final = types.Array(FLOAT, 1, "A", readonly=True)
+"""(n,) read-only for the kernel; arrays that may be written to are taken as well."""
+FLOATS_2D: Final = types.Array(FLOAT, 2, "A", readonly=True)
+FLOATS_3D: Final = types.Array(FLOAT, 3, "A", readonly=True)
+INTS: Final = types.Array(INT, 1, "A", readonly=True)
+INTS_2D: Final = types.Array(INT, 2, "A", readonly=True)
+BOOLS: Final = types.Array(BOOL, 1, "A", readonly=True)
+BOOLS_2D: Final = types.Array(BOOL, 2, "A", readonly=True)
+FLOATS_OUT: Final = types.Array(FLOAT, 1, "A")
+"""(n,) that the kernel writes to."""
+FLOATS_2D_OUT: Final = types.Array(FLOAT, 2, "A")
+FLOATS_3D_OUT: Final = types.Array(FLOAT, 3, "A")
+INTS_OUT: Final = types.Array(INT, 1, "A")
+BOOLS_OUT: Final = types.Array(BOOL, 1, "A")
+
+
+class Kernel(Generic[P, R]):
+    """A loop that is compiled before its first call.
+
+    Attributes:
+        plain: the same in plain Python, for tests.
+    """
+
+    def __init__(self, function: Callable[P, R], signature: object) -> None:
+        self.plain = function
+        self._signature = signature
+        self._run: Callable[P, R] = self._first
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the machine code."""
+        return self._run(*args, **kwargs)
+
+    def compile(self) -> None:
+        """Compile, or read what was compiled before; a second call does nothing."""
+        if self._run == self._first:
+            self._run = _machine_code(self.plain, self._signature)
+
+    def _first(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        self.compile()
+        return self._run(*args, **kwargs)
+
+
+def kernel(signature: object) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+    """Make a kernel of a function that takes and returns numbers and arrays of these types.
+
+    Args:
+        signature: as `INT(FLOATS, FLOATS_OUT)`: what is returned, and the arguments.
+    """
+
+    def made(function: Callable[P, R]) -> Kernel[P, R]:
+        return Kernel(function, signature)
+
+    return made
+
+
+def _machine_code(function: Callable[P, R], signature: object) -> Callable[P, R]:
+    options: dict[str, Any] = {"nogil": True}
+    try:
+        dispatcher = njit(cache=True, **options)(function)
+    except RuntimeError:  # there is no folder to write to
+        dispatcher = njit(**options)(function)
+    dispatcher.compile(signature)
+    dispatcher.disable_compile()
+    return dispatcher  # type: ignore[no-any-return]

@@ -1,0 +1,72 @@
+"""Kernels state their types, so nothing is compiled while somebody waits for a decision."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.control import kernels
+from service.control.kernels import KERNELS, compile_all
+from service.control.kernels.compiled import FLOAT, FLOATS, Kernel, kernel
+
+
+@kernel(FLOAT(FLOATS))
+def summed(values: np.ndarray) -> float:
+    """Add up."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+def test_a_kernel_gives_what_its_python_gives() -> None:
+    values = np.array([1.5, 2.0, -0.25])
+    assert summed(values) == summed.plain(values) == 3.25
+
+
+def test_frozen_and_strided_arrays_are_taken() -> None:
+    values = np.arange(6.0)
+    values.flags.writeable = False
+    assert summed(values[::2]) == 6.0
+
+
+def test_other_types_are_refused_instead_of_compiled_for() -> None:
+    with pytest.raises(TypeError, match="No matching definition"):
+        summed(np.arange(3))
+
+
+def test_every_kernel_is_compiled_with_the_others() -> None:
+    folder = Path(kernels.__file__).parent
+    written = sum(path.read_text().count("\n@kernel(") for path in folder.glob("*.py"))
+    assert written == len(KERNELS) == len(set(map(id, KERNELS)))
+    compile_all()
+
+
+def test_a_folder_that_cannot_be_written_to_only_costs_time(tmp_path: Path) -> None:
+    source = tmp_path / "lonely.py"
+    source.write_text(
+        "from service.control.kernels.compiled import FLOAT, kernel\n"
+        "@kernel(FLOAT(FLOAT))\n"
+        "def doubled(value):\n"
+        "    return 2.0 * value\n"
+        "print(doubled(4.0))\n"
+    )
+    nowhere = tmp_path / "file"
+    nowhere.touch()
+    environment = {"PYTHONPATH": ":".join(sys.path), "NUMBA_CACHE_LOCATOR_CLASSES": ""}
+    environment |= {"NUMBA_CACHE_DIR": str(nowhere / "cache"), "HOME": str(nowhere)}
+    environment |= {"XDG_CACHE_HOME": str(nowhere / "cache")}
+    (tmp_path / "__pycache__").touch()
+    ran = subprocess.run(
+        [sys.executable, str(source)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout == "8.0\n", ran.stderr
+
+
+def test_a_kernel_knows_its_description() -> None:
+    assert isinstance(summed, Kernel)
+    assert all(each.__doc__ for each in KERNELS)
