@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.control.columns import BoolArray, FloatArray, IntArray, Usage, sum_per_slot
+from service.control.columns import BoolArray, FloatArray, IntArray, Usage
 from service.control.events import Request
 from service.control.fleet_state import FleetState, OwnLoad
 from service.control.kernels.ledger import left_steps
+from service.control.kernels.tokens import book_tokens
 from service.control.lengths import LengthPredictor
 from service.control.occupancy import Frame, Occupancy
 from service.control.started import Started
@@ -26,6 +27,8 @@ from service.control.waiting import Entry
 NO_LIMIT = 2**31
 HELD = ("worker", "sequences", "prompt_tokens", "produced", "streams", "ready_s")
 """What an end is booked by."""
+PROGRESS = ("worker", "sequences", "ahead_tokens", "produced", "seen_s")
+"""What tokens that come are booked by, and in."""
 NUMBERS = ("prompt_tokens", "produced", "forecast", "limit", "pool", "scale", "sequences")
 """What a started request's column follows from."""
 TIMES = ("streams", "ready_s", "started_s")
@@ -128,24 +131,22 @@ class Ledger:
             KeyError: a request is not in the ledger; then nothing is noted.
         """
         table = self._table
-        rows = np.array([table.row(request_id) for request_id in decode_tokens], dtype=np.int64)
-        before = table["produced"][rows]
-        after = np.maximum(before, np.fromiter(decode_tokens.values(), np.float64, rows.size))
-        table["produced"][rows] = after
-        worker, more = table["worker"][rows], table["sequences"][rows] * (after - before)
-        kept = worker >= 0
-        worker = worker[kept]
-        waited_s = np.maximum(now_s - table["seen_s"][rows], 0.0)
-        self._pace.note(worker, (table["sequences"][rows] * waited_s)[kept], more[kept])
-        table["seen_s"][rows] = now_s
-        first = ((before == 0) & (after > 0) & (table["ahead_tokens"][rows] > 0)).nonzero()[0]
-        for at in first.tolist():
+        rows = table.rows(decode_tokens)
+        totals = np.fromiter(decode_tokens.values(), np.float64, rows.size)
+        at, first, came = np.empty_like(rows), np.empty_like(rows), np.empty((2, rows.size))
+        worker, sequences, ahead_tokens, produced, seen_s = table.live(*PROGRESS)
+        held = worker, sequences, ahead_tokens, produced, seen_s, self._kv_tokens
+        firsts, lowest, highest = book_tokens(rows, totals, now_s, *held, at, came, first)
+        self._pace.note(at, came, highest + 1)
+        for row in first[:firsts].tolist():
             # Later tokens came with it where only the end was seen.
-            alone = after[at] == 1
-            started_s = float(table["started_s"][rows[at]])
-            self._first_token(int(rows[at]), now_s - started_s if alone else None)
-        self._kv_tokens += sum_per_slot(worker, more[kept], self._kv_tokens.size)
-        self._occupancy.touch_all(worker)
+            alone = produced[row] == 1
+            started_s = float(table["started_s"][row])
+            self._first_token(row, now_s - started_s if alone else None)
+        if lowest == highest:
+            self._occupancy.touch(highest)
+        else:
+            self._occupancy.touch_all(at[at >= 0])
 
     def _first_token(self, row: int, waited_s: float | None) -> None:
         """A request's prompt is ahead of nobody any more; learn how long it took, if it is told."""

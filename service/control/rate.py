@@ -82,7 +82,7 @@ class RateMonitor:
         # Arrivals, and their squared gaps, in each of the last bins; the newest is last.
         self._bins = np.zeros((2, BINS * (1 + REFERENCE_WINDOWS)))
         self._filled = 0
-        self._open = np.zeros(2)
+        self._open = [0.0, 0.0]
         self._open_end_s = -np.inf
         self._last_s = -np.inf
         self._due = False
@@ -95,7 +95,8 @@ class RateMonitor:
         else:
             self._close_bins(now_s)
             gap_s = max(0.0, now_s - self._last_s)
-            self._open += (1.0, gap_s * gap_s)
+            self._open[0] += 1.0
+            self._open[1] += gap_s * gap_s
         self._last_s = max(self._last_s, now_s)
 
     def per_s(self, now_s: float) -> float:
@@ -176,7 +177,7 @@ class RateMonitor:
             new[:, 0] = self._open
         self._bins = np.concatenate([self._bins[:, new.shape[1] :], new], axis=1)
         self._filled = min(self._filled + passed, size)
-        self._open[:] = 0.0
+        self._open = [0.0, 0.0]
 
 
 def _divergence(share: FloatArray, p: FloatArray) -> FloatArray:

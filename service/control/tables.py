@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 FIRST_CAPACITY = 64
 
@@ -13,14 +16,20 @@ FIRST_CAPACITY = 64
 class Table:
     """Keyed rows in numpy columns; a removed row is replaced by the last one.
 
-    Row order is therefore not arrival order: whoever needs an order sorts by a column.
+    Row order is therefore not arrival order: whoever needs an order sorts by a column. Columns of
+    one type lie in one block, so that a row moves with one assignment a type.
     """
 
     def __init__(self, **dtypes: type) -> None:
-        self._arrays: dict[str, NDArray[Any]] = {
-            name: np.zeros(FIRST_CAPACITY, dtype=dtype) for name, dtype in dtypes.items()
+        self._names = {
+            dtype: [name for name, of in dtypes.items() if of is dtype] for dtype in dtypes.values()
         }
         self._capacity = FIRST_CAPACITY
+        self._blocks: dict[type, NDArray[Any]] = {
+            dtype: np.zeros((len(names), FIRST_CAPACITY), dtype=dtype)
+            for dtype, names in self._names.items()
+        }
+        self._arrays = self._columns()
         self.keys: list[str] = []
         self._row: dict[str, int] = {}
 
@@ -34,6 +43,11 @@ class Table:
         """The live part of a column: a view, valid until the next add or remove."""
         return self._arrays[name][: len(self.keys)]
 
+    def live(self, *names: str) -> list[NDArray[Any]]:
+        """The live parts of some columns."""
+        arrays, n = self._arrays, len(self.keys)
+        return [arrays[name][:n] for name in names]
+
     def take(self, rows: NDArray[np.int64] | slice) -> dict[str, NDArray[Any]]:
         """Some rows of every column; views when the rows are a slice."""
         return {name: array[: len(self.keys)][rows] for name, array in self._arrays.items()}
@@ -42,15 +56,17 @@ class Table:
         """Where a key's row is now."""
         return self._row[key]
 
+    def rows(self, keys: Collection[str]) -> NDArray[np.int64]:
+        """(n,) where the rows of n keys are now."""
+        return np.fromiter(map(self._row.__getitem__, keys), np.int64, len(keys))
+
     def add(self, key: str, **values: float) -> None:
         """Append a row; every column must be given."""
         if key in self._row:
             raise KeyError(f"{key!r} is in the table already")
         row = len(self.keys)
         if row == self._capacity:
-            self._capacity *= 2
-            for name, array in self._arrays.items():
-                self._arrays[name] = np.concatenate([array, np.zeros_like(array)])
+            self._grow()
         self.keys.append(key)
         self._row[key] = row
         for name, array in self._arrays.items():
@@ -59,12 +75,26 @@ class Table:
     def remove(self, key: str, *names: str) -> dict[str, float]:
         """Free a key's row and return what it held in some columns."""
         row = self._row.pop(key)
-        held = {name: self._arrays[name][row].item() for name in names}
+        held = {name: self._arrays[name].item(row) for name in names}
         last = self.keys.pop()
         if last != key:
             tail = len(self.keys)
-            for array in self._arrays.values():
-                array[row] = array[tail]
+            for block in self._blocks.values():
+                block[:, row] = block[:, tail]
             self.keys[row] = last
             self._row[last] = row
         return held
+
+    def _grow(self) -> None:
+        """Make room for as many rows again."""
+        self._capacity *= 2
+        for dtype, block in self._blocks.items():
+            self._blocks[dtype] = np.concatenate([block, np.zeros_like(block)], axis=1)
+        self._arrays = self._columns()
+
+    def _columns(self) -> dict[str, NDArray[Any]]:
+        return {
+            name: values
+            for dtype, names in self._names.items()
+            for name, values in zip(names, self._blocks[dtype], strict=True)
+        }

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.control.columns import FloatArray, IntArray, sum_per_slot
+from service.control.columns import FloatArray, IntArray
+from service.control.kernels.tokens import iteration_pace, note_pace
 
 PRIOR_TOKENS = 256.0
 """Weight of the told iteration time, in tokens seen."""
@@ -34,6 +35,7 @@ class PromptPace:
     def __init__(self) -> None:
         self._sums: FloatArray = np.zeros((5, 0))
         self._prompt_s: FloatArray = np.zeros(0)
+        self._shown: FloatArray | None = None
 
     def note(self, worker: int, ahead_tokens: float, waited_s: float) -> None:
         """Learn from a first token.
@@ -44,6 +46,7 @@ class PromptPace:
             waited_s: time since its request was sent there.
         """
         self._make_room(worker + 1)
+        self._shown = None
         x, y = ahead_tokens, waited_s
         sums = self._sums[:, worker]
         sums *= PROMPT_MEMORY
@@ -54,12 +57,16 @@ class PromptPace:
         self._prompt_s[worker] = max((xy - x * y / weight) / spread, 0.0)
 
     def prompt_s(self, workers: int) -> FloatArray:
-        """(g,) seconds by which a prompt token holds up everything else on a worker."""
-        self._make_room(workers)
-        return self._prompt_s[:workers].copy()
+        """(g,) seconds by which a prompt token holds up everything else on a worker; read-only."""
+        if self._shown is None or self._shown.size != workers:
+            self._make_room(workers)
+            self._shown = self._prompt_s[:workers].copy()
+            self._shown.flags.writeable = False
+        return self._shown
 
     def drop_worker(self, gone: int) -> None:
         """Forget a worker; later ones move down."""
+        self._shown = None
         if gone < self._sums.shape[1]:
             self._sums = np.delete(self._sums, gone, axis=1)
             self._prompt_s = np.delete(self._prompt_s, gone)
@@ -75,30 +82,25 @@ class TokenPace:
     """Slot-seconds and tokens of every worker, the recent ones weighing most."""
 
     def __init__(self) -> None:
-        self._slot_s: FloatArray = np.zeros(0)
-        self._tokens: FloatArray = np.zeros(0)
-        self._held: FloatArray = np.zeros(0)
+        # Slot-seconds, tokens, and prompt tokens x slots that were busy meanwhile.
+        self._sums: FloatArray = np.zeros((3, 0))
 
-    def note(self, worker: IntArray, slot_s: FloatArray, tokens: FloatArray) -> None:
+    def note(self, worker: IntArray, came: FloatArray, workers: int) -> None:
         """Book tokens.
 
         Args:
-            worker: (n,) index of the worker they came from.
-            slot_s: (n,) slot-seconds in which they came: sequences x time since the last ones.
-            tokens: (n,) how many, all sequences together.
+            worker: (n,) index of the worker they came from; -1 where it is gone.
+            came: (2, n) slot-seconds in which they came, sequences x time since the last ones; and
+                how many, all sequences together.
+            workers: more than any index.
         """
-        self._make_room(int(worker.max(initial=-1)) + 1)
-        self._slot_s += sum_per_slot(worker, slot_s, self._slot_s.size)
-        self._tokens += sum_per_slot(worker, tokens, self._tokens.size)
-        full = self._tokens > MEMORY_TOKENS
-        if full.any():
-            for sums in (self._slot_s, self._tokens, self._held):
-                sums[full] *= 0.5
+        self._make_room(workers)
+        note_pace(worker, came, MEMORY_TOKENS, self._sums)
 
     def note_prompt(self, worker: int, held_tokens: float) -> None:
         """Book a prompt that was computed: its tokens x the slots that were busy meanwhile."""
         self._make_room(worker + 1)
-        self._held[worker] += held_tokens
+        self._sums[2, worker] += held_tokens
 
     def token_s(self, told_s: FloatArray) -> FloatArray:
         """(g,) seconds of a slot for one token.
@@ -107,7 +109,7 @@ class TokenPace:
             told_s: (g,) the workers' iteration times: what is believed before tokens came.
         """
         self._make_room(told_s.size)
-        slot_s, tokens = self._slot_s[: told_s.size], self._tokens[: told_s.size]
+        slot_s, tokens, _ = self._sums[:, : told_s.size]
         return np.asarray((PRIOR_TOKENS * told_s + slot_s) / (PRIOR_TOKENS + tokens))
 
     def step_s(self, told_s: FloatArray, prompt_s: FloatArray) -> FloatArray:
@@ -117,21 +119,18 @@ class TokenPace:
             told_s: (g,) the workers' iteration times.
             prompt_s: (g,) seconds of a prompt token.
         """
-        token_s = self.token_s(told_s)
-        held_s = prompt_s * self._held[: told_s.size]
-        left_s = token_s - held_s / (PRIOR_TOKENS + self._tokens[: told_s.size])
-        return np.asarray(np.maximum(left_s, (1.0 - PROMPT_SHARE_MAX) * token_s))
+        self._make_room(told_s.size)
+        step_s = np.empty(told_s.size)
+        left_min = 1.0 - PROMPT_SHARE_MAX
+        iteration_pace(told_s, prompt_s, self._sums, PRIOR_TOKENS, left_min, step_s)
+        return step_s
 
     def drop_worker(self, gone: int) -> None:
         """Forget a worker; later ones move down."""
-        if gone < self._tokens.size:
-            self._held = np.delete(self._held, gone)
-            self._slot_s = np.delete(self._slot_s, gone)
-            self._tokens = np.delete(self._tokens, gone)
+        if gone < self._sums.shape[1]:
+            self._sums = np.delete(self._sums, gone, axis=1)
 
     def _make_room(self, workers: int) -> None:
-        more = workers - self._tokens.size
+        more = workers - self._sums.shape[1]
         if more > 0:
-            self._slot_s = np.append(self._slot_s, np.zeros(more))
-            self._tokens = np.append(self._tokens, np.zeros(more))
-            self._held = np.append(self._held, np.zeros(more))
+            self._sums = np.concatenate([self._sums, np.zeros((3, more))], axis=1)

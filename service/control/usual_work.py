@@ -6,10 +6,6 @@ it. So the mean is over all iterations of the lives of all requests, not over re
 
 from __future__ import annotations
 
-import numpy as np
-
-from service.control.columns import FloatArray
-
 MEMORY = 0.998
 """Weight of all earlier requests, at each new one."""
 SEEN_MIN = 16.0
@@ -27,20 +23,20 @@ class UsualWork:
         self._seen = 0.0
         # Iterations of lives, and those left summed over them: of arrivals by their forecasts; of
         # ended requests by their forecasts, and as they were.
-        self._came: FloatArray = np.zeros(2)
-        self._forecast: FloatArray = np.zeros(2)
-        self._true: FloatArray = np.zeros(2)
+        self._came = (0.0, 0.0)
+        self._forecast = (0.0, 0.0)
+        self._true = (0.0, 0.0)
 
     def came(self, forecast: float) -> None:
         """Learn from an arrival: its forecast decode tokens."""
         self._seen = MEMORY * self._seen + 1.0
-        self._came = MEMORY * self._came + (forecast, forecast * forecast / 2.0)
+        self._came = _faded(self._came, forecast, forecast * forecast / 2.0)
 
     def ended(self, forecast: float, decode_tokens: float) -> None:
         """Learn from a request that came to its end by itself."""
         both = min(decode_tokens, forecast)
-        self._forecast = MEMORY * self._forecast + (forecast, forecast * forecast / 2.0)
-        self._true = MEMORY * self._true + (decode_tokens, both * (forecast - both / 2.0))
+        self._forecast = _faded(self._forecast, forecast, forecast * forecast / 2.0)
+        self._true = _faded(self._true, decode_tokens, both * (forecast - both / 2.0))
 
     def left_steps(self) -> float:
         """Iterations that a running request has left by its forecast, on average; 0: unknown."""
@@ -48,6 +44,11 @@ class UsualWork:
             return 0.0
         lives, left = self._came
         if self._forecast[0] > 0:
-            come_true = self._true / self._forecast
-            lives, left = lives * come_true[0], left * come_true[1]
-        return float(left / lives) if lives > 0 else 0.0
+            lives *= self._true[0] / self._forecast[0]
+            left *= self._true[1] / self._forecast[1]
+        return left / lives if lives > 0 else 0.0
+
+
+def _faded(sums: tuple[float, float], lives: float, left: float) -> tuple[float, float]:
+    """Two sums with one more request in them."""
+    return MEMORY * sums[0] + lives, MEMORY * sums[1] + left

@@ -11,7 +11,7 @@ TOLD_S = np.array([0.02, 0.02])
 
 
 def _noted(pace: TokenPace, worker: int, slot_s: float, tokens: float) -> None:
-    pace.note(np.array([worker]), np.array([slot_s]), np.array([tokens]))
+    pace.note(np.array([worker]), np.array([[slot_s], [tokens]]), worker + 1)
 
 
 def test_what_is_told_counts_until_tokens_came() -> None:

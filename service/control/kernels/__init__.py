@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from service.control.kernels.ledger import left_steps
+from service.control.kernels.tokens import book_tokens, iteration_pace, note_pace
 
 if TYPE_CHECKING:
     from service.control.kernels.compiled import Kernel
 
-KERNELS: Final[tuple[Kernel[..., Any], ...]] = (left_steps,)
+KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
+    left_steps,
+    book_tokens,
+    note_pace,
+    iteration_pace,
+)
 
 
 def compile_all() -> None:
