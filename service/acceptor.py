@@ -92,6 +92,8 @@ class Acceptor:
             OSError: it left before it was in, or its handshake failed.
         """
         peer.setblocking(False)
+        # asyncio's own loop does not for a socket that came from accept(); tokens must not wait.
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         timeout_s = None if self._tls is None else HANDSHAKE_S
         await self._loop.connect_accepted_socket(
             self._make_protocol, peer, ssl=self._tls, ssl_handshake_timeout=timeout_s

@@ -9,6 +9,7 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 
+import pytest
 import uvloop
 
 from service.acceptor import Acceptor
@@ -66,7 +67,10 @@ def test_a_crowd_is_let_in_within_a_few_turns_of_the_loop() -> None:
     on_uvloop(scenario)
 
 
-def test_answers_are_not_held_back_for_fuller_packets() -> None:
+@pytest.mark.parametrize("new_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_answers_are_not_held_back_for_fuller_packets(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
     seen: list[int] = []
 
     class Look(asyncio.Protocol):
@@ -83,7 +87,7 @@ def test_answers_are_not_held_back_for_fuller_packets() -> None:
             acceptor.close()
             await acceptor.wait_closed()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(play())
     assert seen == [1]
 
