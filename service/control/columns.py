@@ -188,37 +188,3 @@ class Usage:
 def sum_per_slot(index: IntArray, amount: FloatArray, size: int) -> FloatArray:
     """(size,) sum of amounts by index; float also when there are none (bincount's would be int)."""
     return np.bincount(index, weights=amount, minlength=size).astype(np.float64, copy=False)
-
-
-def held_usage(columns: Columns, horizon: Horizon, workers: int) -> Usage:
-    """`spans.total_usage` of columns that are active in the first bucket, at half the cost.
-
-    What runs now holds every bucket up to its last one, so a sum from the right over last buckets
-    does the work of range adds.
-
-    Args:
-        columns: n columns with start < q and start + steps > 0.
-        horizon: N buckets.
-        workers: g, number of workers.
-
-    Returns:
-        (g, N) batch slots and KV tokens.
-    """
-    q = horizon.bucket_iterations
-    end = columns.start + columns.steps
-    last = np.ceil(np.minimum(end, horizon.iterations) / q)
-    # Beyond the last end nothing is held.
-    reach = int(last.max(initial=0.0))
-    at = columns.worker * reach + (last.astype(np.int64) - 1)
-
-    def ending(amount: FloatArray) -> FloatArray:
-        return sum_per_slot(at, amount, workers * reach).reshape(workers, reach)
-
-    held = Usage.zeros(workers, horizon)
-    batch, kv = held.batch[:, :reach], held.kv[:, :reach]
-    ending(columns.sequences)[:, ::-1].cumsum(axis=1, out=batch[:, ::-1])
-    level = columns.sequences * (columns.footprint - columns.start)
-    ending(level)[:, ::-1].cumsum(axis=1, out=kv[:, ::-1])
-    kv += batch * horizon.right_edges[:reach]
-    kv -= ending(columns.sequences * np.maximum(last * q - end, 0.0))
-    return held

@@ -18,7 +18,7 @@ from service.control.kernels.ledger import left_steps
 from service.control.kernels.tokens import book_tokens
 from service.control.lengths import LengthPredictor
 from service.control.occupancy import Frame, Occupancy
-from service.control.started import Started
+from service.control.started import NUMBERS, TIMES, Started
 from service.control.tables import Table
 from service.control.token_pace import PromptPace, TokenPace
 from service.control.usual_work import UsualWork
@@ -29,10 +29,6 @@ HELD = ("worker", "sequences", "prompt_tokens", "produced", "streams", "ready_s"
 """What an end is booked by."""
 PROGRESS = ("worker", "sequences", "ahead_tokens", "produced", "seen_s")
 """What tokens that come are booked by, and in."""
-NUMBERS = ("prompt_tokens", "produced", "forecast", "limit", "pool", "scale", "sequences")
-"""What a started request's column follows from."""
-TIMES = ("streams", "ready_s", "started_s")
-"""What it follows from as well where requests are not seen token by token."""
 
 
 class Ledger:
@@ -266,9 +262,9 @@ class Ledger:
             workers: (w,) whose rows are wanted; None for all of them.
         """
         wanted = np.arange(len(fleet)) if workers is None else workers
-        due = self._look(frame, wanted)
-        if due.size:
-            self._occupancy.put(due, *self._started(fleet, now_s, frame, due).usage())
+        self._look(frame)
+        if self._occupancy.are_stale(wanted):
+            self._occupancy.make(wanted, self._started(fleet, now_s, frame))
         foreign = fleet.array("foreign_active"), fleet.array("foreign_kv")
         return self._occupancy.plus(wanted, *foreign)
 
@@ -277,24 +273,26 @@ class Ledger:
     ) -> Callable[[], Usage]:
         """What `occupancy` of all workers would give now, to be worked out later in any thread.
 
-        Only copies are made here, of what is not kept already: at most NUMBERS, TIMES and the
-        worker of every started request, the rows kept, and the lengths learned.
+        Only copies are made here, of what is not kept already: at most NUMBERS and TIMES
+        of every started request, the rows kept, and the lengths learned.
         """
         everyone = np.arange(len(fleet))
-        due = self._look(frame, everyone)
-        kept = self._occupancy.copy() if due.size < everyone.size else Occupancy.empty(frame)
-        started = self._started(fleet, now_s, frame, due).frozen() if due.size else None
+        self._look(frame)
+        now = self._occupancy
+        kept = Occupancy.empty(frame) if now.all_stale() else now.copy()
+        due = now.are_stale(everyone)
+        started = self._started(fleet, now_s, frame).frozen() if due else None
         foreign = fleet.array("foreign_active"), fleet.array("foreign_kv")
 
         def occupancy() -> Usage:
             if started is not None:
-                kept.put(due, *started.usage())
+                kept.make(everyone, started)
             return kept.plus(everyone, *foreign)
 
         return occupancy
 
-    def _look(self, frame: Frame, workers: IntArray) -> IntArray:
-        """Those of some workers whose rows are out of date under a frame."""
+    def _look(self, frame: Frame) -> None:
+        """Look through a frame, and see which rows are out of date under it."""
         known = self._occupancy
         known.enter(frame)
         # Requests that are not seen token by token move with the clock, late ones with what was
@@ -304,31 +302,18 @@ class Ledger:
         if self._learned != self._predictor.version:
             self._learned = self._predictor.version
             known.touch_late()
-        return known.stale(workers)
 
-    def _started(self, fleet: FleetState, now_s: float, frame: Frame, workers: IntArray) -> Started:
-        """The requests started on w workers; views where these are all."""
-        table, at, rows = self._table, self._table["worker"], slice(None)
-        if workers.size == 1:
-            rows = (at == workers[0]).nonzero()[0]
-            at = np.zeros(rows.size, dtype=np.int64)
-        elif workers.size < len(fleet) or (at.size and at.min() < 0):
-            place = np.full(len(fleet) + 1, -1, dtype=np.int64)
-            place[workers] = np.arange(workers.size)
-            at = place[at]
-            rows = (at >= 0).nonzero()[0]
-            at = at[rows]
-        blind = bool(np.count_nonzero(self._blind[workers]))
+    def _started(self, fleet: FleetState, now_s: float, frame: Frame) -> Started:
+        """All started requests; views of their numbers."""
+        blind = bool(np.count_nonzero(self._blind))
         names = (*NUMBERS, *TIMES) if blind else NUMBERS
         return Started(
-            workers=workers,
-            at=at,
-            held={name: table[name][rows] for name in names},
+            held={name: self._table[name] for name in names},
             blind=blind,
             iteration_s=fleet.array("iteration_s"),
             now_s=now_s,
             frame=frame,
-            predictor=self._predictor,
+            survival=self._predictor.survival(),
         )
 
     def _make_room(self, workers: int) -> None:

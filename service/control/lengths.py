@@ -8,13 +8,13 @@ are pooled by the ratio true / hinted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from service.control.columns import FloatArray, IntArray
 from service.control.events import Request
+from service.control.kernels.calendar import left_tokens
 
 GRID_PER_OCTAVE = 8
 GRID_OCTAVES = 17
@@ -43,6 +43,31 @@ class Forecast:
     decode_tokens: int
     pool: int
     scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Survival:
+    """What the kernels ask of the pools (kernels/calendar.py).
+
+    Attributes:
+        used: so many pools are in use, the first ones.
+        sums: (2, pools, cells + 1) requests of a pool in a cell or a later one, and their tokens.
+        above: (pools, LEVELS) what lies above a pool and itself, coarsest first; -1 for nothing.
+        grid: (cells,) lengths. width: (cells,) of each cell.
+        shape: cells per octave, unit of ratios, PRIOR_WEIGHT, the settings' quantile or 0.
+    """
+
+    used: int
+    sums: FloatArray
+    above: IntArray
+    grid: FloatArray
+    width: FloatArray
+    shape: FloatArray
+
+    def frozen(self) -> Survival:
+        """The same, to be kept while the predictor goes on learning."""
+        sums, above = self.sums[:, : self.used].copy(), self.above[: self.used].copy()
+        return replace(self, sums=sums, above=above)
 
 
 class LengthPredictor:
@@ -81,6 +106,7 @@ class LengthPredictor:
         self._sum_up(1)
         # Ratios live around 1: their grid is the same one, moved down by half its octaves.
         self._ratio_unit = 2.0 ** (GRID_OCTAVES // 2)
+        self._shape = np.array([GRID_PER_OCTAVE, self._ratio_unit, PRIOR_WEIGHT, quantile])
 
     def forecast(self, request: Request) -> Forecast:
         """Forecast one request: its hint if it has one, else the mean of its pool, capped.
@@ -134,26 +160,23 @@ class LengthPredictor:
             (n,) E[o - d | o > d] >= 1, from each pool's survival function (spec section 7.3), or
             the settings' quantile of o - d given o > d.
         """
-        unit = np.where(pool == 1, self._ratio_unit / scale, 1.0)
-        reached = produced * unit
-        # What is on the grid must not fall below its own cell by rounding.
-        position = np.log2(np.maximum(reached, 1.0)) * GRID_PER_OCTAVE + 1e-9
-        cell = np.minimum(position.astype(np.int64), self._grid.size - 1)
-        # Survivors are those in later cells; before the first token that is everybody.
-        if self._quantile:
-            length = self._quantiles(pool, cell + (reached >= 1.0), self._quantile)
-            return np.asarray(np.maximum((length - reached) / unit, 1.0))
-        alive, work = self._blended(pool, cell + (reached >= 1.0))
-        mean = np.divide(work, alive, out=reached + self._width[cell], where=alive > 0)
-        return np.asarray(np.maximum((mean - reached) / unit, 1.0))
+        left = np.empty(pool.size)
+        one = self.survival()
+        left_tokens(
+            pool, scale, produced, one.sums, one.above, one.grid, one.width, one.shape, left
+        )
+        return left
 
-    def frozen(self) -> LengthPredictor:
-        """The same knowledge, for `remaining` alone, while this one goes on learning."""
-        other = copy(self)
-        other._above = self._above[: self._used].copy()
-        other._sums = self._sums[:, : self._used].copy()
-        other._alive, other._work = other._sums
-        return other
+    def survival(self) -> Survival:
+        """What `remaining` follows from, which moves on."""
+        return Survival(
+            used=self._used,
+            sums=self._sums,
+            above=self._above,
+            grid=self._grid,
+            width=self._width,
+            shape=self._shape,
+        )
 
     def quantile(self, request: Request, level: float) -> float:
         """The length that a share `level` of such requests without a hint does not exceed."""

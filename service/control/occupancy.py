@@ -7,11 +7,16 @@ worker, or when the look-ahead itself moved. The ledger says what happened; read
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from service.control.columns import BoolArray, FloatArray, Horizon, IntArray, Usage
 from service.control.config import Kernel
+from service.control.kernels.calendar import with_others
+
+if TYPE_CHECKING:
+    from service.control.started import Started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,23 +103,22 @@ class Occupancy:
         """The workers are others than before."""
         self._frame = None
 
-    def stale(self, workers: IntArray) -> IntArray:
-        """Those of some workers whose rows must be made."""
-        return workers[self._stale[workers]]
+    def are_stale(self, workers: IntArray) -> bool:
+        """Whether some workers' rows, or one of them, must be made."""
+        return bool(self._stale[workers].any())
 
-    def put(self, workers: IntArray, usage: Usage, late: BoolArray) -> None:
-        """Take new rows; `late` says which workers hold a request that outlived its forecast."""
-        self._usage.batch[workers] = usage.batch
-        self._usage.kv[workers] = usage.kv
-        self._late[workers] = late
-        self._stale[workers] = False
+    def all_stale(self) -> bool:
+        """Whether no row is of any use."""
+        return bool(self._stale.all())
+
+    def make(self, workers: IntArray, started: Started) -> None:
+        """Make the stale ones of some workers' rows."""
+        started.hold(workers, self._usage, self._stale, self._late)
 
     def plus(self, workers: IntArray, batch: FloatArray, kv: FloatArray) -> Usage:
         """(w, N) rows that are fresh, with (g,) the same amounts added on every bucket."""
-        every: IntArray | slice = workers
-        if workers.size == self._stale.size:
-            every = slice(None)
-        return Usage(
-            batch=self._usage.batch[every] + batch[every, None],
-            kv=self._usage.kv[every] + kv[every, None],
-        )
+        shape = (workers.size, self._usage.batch.shape[1])
+        total = Usage(batch=np.empty(shape), kv=np.empty(shape))
+        held = self._usage.batch, self._usage.kv
+        with_others(workers, *held, batch, kv, total.batch, total.kv)
+        return total

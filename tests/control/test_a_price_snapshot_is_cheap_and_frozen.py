@@ -112,11 +112,10 @@ def test_no_column_is_made_and_no_price_moved_while_the_loop_waits(
         monkeypatch.setattr(module, name, note)
 
     router, _ = busy(config, seed=0)
-    for name in ("in_whole_blocks", "held_usage"):
-        noted(started, name)
+    noted(started, "hold")
     noted(prices, "Descent")
     snapshot = router.price_problem(0.9)
     assert snapshot is not None
     assert made == []
     snapshot.solve()
-    assert set(made) == {"in_whole_blocks", "held_usage", "Descent"}
+    assert set(made) == {"hold", "Descent"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from service.control.kernels.calendar import hold, left_tokens, with_others
 from service.control.kernels.ledger import left_steps
 from service.control.kernels.tokens import book_tokens, iteration_pace, note_pace
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from service.control.kernels.compiled import Kernel
 
 KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
+    hold,
+    left_tokens,
+    with_others,
     left_steps,
     book_tokens,
     note_pace,

@@ -25,6 +25,7 @@ R = TypeVar("R")
 FLOAT: Final = types.float64
 INT: Final = types.int64
 BOOL: Final = types.boolean
+NOTHING: Final = types.void
 FLOATS: Final = types.Array(FLOAT, 1, "A", readonly=True)
 """(n,) read-only for the kernel; arrays that may be written to are taken as well."""
 FLOATS_2D: Final = types.Array(FLOAT, 2, "A", readonly=True)
@@ -39,6 +40,11 @@ FLOATS_2D_OUT: Final = types.Array(FLOAT, 2, "A")
 FLOATS_3D_OUT: Final = types.Array(FLOAT, 3, "A")
 INTS_OUT: Final = types.Array(INT, 1, "A")
 BOOLS_OUT: Final = types.Array(BOOL, 1, "A")
+
+
+def dense(taken: types.Array) -> types.Array:
+    """The same arrays where their numbers lie side by side; a quarter less time in long loops."""
+    return types.Array(taken.dtype, taken.ndim, "C", readonly=not taken.mutable)
 
 
 class Kernel(Generic[P, R]):
@@ -78,6 +84,12 @@ def kernel(signature: object) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     def made(function: Callable[P, R]) -> Kernel[P, R]:
         return Kernel(function, signature)
 
+    return made
+
+
+def part(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a step of a function, for the kernels of its own file alone."""
+    made: Callable[P, R] = njit(nogil=True)(function)
     return made
 
 

@@ -1,0 +1,279 @@
+"""3 controller, kernels of the calendar: what each started request holds on the look-ahead.
+
+started.py and lengths.py say what these numbers mean. All arithmetic is on whole numbers but for
+requests that outlived their forecast, and in the order of the requests.
+"""
+
+from __future__ import annotations
+
+from math import log2
+from typing import Final
+
+import numpy as np
+
+from service.control.columns import BoolArray, FloatArray, IntArray
+from service.control.kernels.compiled import (
+    BOOL,
+    BOOLS,
+    BOOLS_OUT,
+    FLOATS,
+    FLOATS_2D_OUT,
+    FLOATS_3D,
+    FLOATS_OUT,
+    INTS,
+    INTS_2D,
+    NOTHING,
+    dense,
+    kernel,
+    part,
+)
+
+SURVIVAL: Final = (dense(FLOATS_3D), dense(INTS_2D), *[dense(FLOATS)] * 3)
+"""`LengthPredictor.survival`: (2, pools, cells + 1) sums; (pools, levels) pools above; (cells,)
+grid and width; (4,) cells per octave, unit of ratios, weight of the pool above, quantile or 0."""
+ROWS: Final = (*[dense(BOOLS_OUT)] * 2, *[dense(FLOATS_2D_OUT)] * 2)
+"""Stale, late; batch slots and KV tokens."""
+STARTED: Final = (*[dense(INTS)] * 2, *[dense(FLOATS)] * 6)
+TIMES: Final = (BOOL, dense(BOOLS), *[dense(FLOATS)] * 2)
+FRAME: Final = (dense(FLOATS),) * 4
+
+
+@part
+def _survivors(
+    pool: int, cell: int, sums: FloatArray, above: IntArray, prior_weight: float
+) -> tuple[float, float]:
+    """Requests of a pool from a cell on, and their tokens; shrunk to the pools above it."""
+    top = 1 if pool == 1 else 0
+    alive, work, total = sums[0, top, cell], sums[1, top, cell], sums[0, top, 0]
+    for level in range(above.shape[1]):
+        at = above[pool, level]
+        if at < 0:
+            break
+        weight = prior_weight / total
+        alive = sums[0, at, cell] + weight * alive
+        work = sums[1, at, cell] + weight * work
+        total = sums[0, at, 0] + prior_weight
+    return alive, work
+
+
+@part
+def _left_tokens(
+    pool: int,
+    scale: float,
+    produced: float,
+    sums: FloatArray,
+    above: IntArray,
+    grid: FloatArray,
+    width: FloatArray,
+    shape: FloatArray,
+) -> float:
+    """What is expected to be left of one request that produced some tokens."""
+    per_octave, ratio_unit, prior_weight, quantile = shape[0], shape[1], shape[2], shape[3]
+    unit = ratio_unit / scale if pool == 1 else 1.0
+    reached = produced * unit
+    # What is on the grid must not fall below its own cell by rounding.
+    cell = min(int(log2(max(reached, 1.0)) * per_octave + 1e-9), grid.size - 1)
+    # Survivors are those in later cells; before the first token that is everybody.
+    first = cell + 1 if reached >= 1.0 else cell
+    alive, work = _survivors(pool, first, sums, above, prior_weight)
+    if quantile > 0:
+        most = (1.0 - quantile) * alive
+        at = min(first, grid.size - 1)
+        while _survivors(pool, at + 1, sums, above, prior_weight)[0] > most:
+            at += 1
+        length = grid[at]
+    else:
+        length = work / alive if alive > 0 else reached + width[cell]
+    return max(float((length - reached) / unit), 1.0)
+
+
+@kernel(NOTHING(INTS, FLOATS, FLOATS, *SURVIVAL, FLOATS_OUT))
+def left_tokens(
+    pool: IntArray,
+    scale: FloatArray,
+    produced: FloatArray,
+    sums: FloatArray,
+    above: IntArray,
+    grid: FloatArray,
+    width: FloatArray,
+    shape: FloatArray,
+    left: FloatArray,
+) -> None:
+    """Put what is expected to be left of n requests into (n,) `left`."""
+    for row in range(pool.size):
+        left[row] = _left_tokens(
+            pool[row], scale[row], produced[row], sums, above, grid, width, shape
+        )
+
+
+@part
+def _places(
+    wanted: IntArray, stale: BoolArray, block_tokens: FloatArray, q: float
+) -> tuple[IntArray, BoolArray]:
+    """(g + 1,) places of the stale of some workers, -1: none; there, whether q is whole blocks."""
+    # A request whose worker is gone has worker -1, whose place is the last, which nobody has.
+    place, due = np.full(stale.size + 1, -1), 0
+    for g in wanted:
+        if stale[g] and place[g] < 0:
+            place[g] = due
+            due += 1
+    whole = np.zeros(due, np.bool_)
+    for g in wanted:
+        if place[g] >= 0:
+            whole[place[g]] = block_tokens[g] > 1 and q % block_tokens[g] == 0
+    return place, whole
+
+
+@part
+def _clear(
+    wanted: IntArray,
+    place: IntArray,
+    some: FloatArray | BoolArray,
+    others: FloatArray | BoolArray,
+) -> None:
+    """Set to zero what some workers have, where they have a place."""
+    for g in wanted:
+        if place[g] >= 0:
+            some[g] = others[g] = 0
+
+
+@part
+def _unseen_tokens(elapsed_s: float, iteration_s: float, limit: float) -> float:
+    """Tokens of a request that does not stream: it is taken to decode at the worker's pace."""
+    return min(max(float(np.floor(elapsed_s / iteration_s)), 0.0), limit - 1.0)
+
+
+@part
+def _laid(
+    start: float, steps: float, footprint: float, block: float, q: float, whole: bool
+) -> tuple[float, float]:
+    """End of a column and its KV level (use at an edge, less the edge) in whole blocks.
+
+    As columns.in_whole_blocks counts them.
+    """
+    if whole:
+        at_edge = footprint - start
+        footprint += np.ceil(at_edge / block) * block - at_edge
+        steps = np.ceil((start + steps) / q) * q - start
+    else:
+        footprint += block - 1.0
+    return start + steps, footprint - start
+
+
+@part
+def _last(end: float, buckets: int, q: float) -> int:
+    """Last bucket that a column which runs now holds; -1 for none.
+
+    It holds every bucket up to that one, so a sum from the right over last buckets does the work of
+    range adds. Seen from now, whatever was started has a token to go.
+    """
+    return int(np.ceil(min(end, buckets * q) / q)) - 1 if end > 0 else -1
+
+
+@part
+def _sum_up(batch: FloatArray, kv: FloatArray, short: FloatArray, reach: int, q: float) -> None:
+    """Turn amounts by last bucket into what is held on each: sums from the right."""
+    slots, level = 0.0, 0.0
+    for bucket in range(reach - 1, -1, -1):
+        slots += batch[bucket]
+        level += kv[bucket]
+        batch[bucket] = slots
+        kv[bucket] = level + slots * ((bucket + 1) * q) - short[bucket]
+
+
+@kernel(NOTHING(INTS, *ROWS, *STARTED, *TIMES, *FRAME, *SURVIVAL))
+def hold(
+    wanted: IntArray,
+    stale: BoolArray,
+    late: BoolArray,
+    batch: FloatArray,
+    kv: FloatArray,
+    worker: IntArray,
+    pool: IntArray,
+    prompt_tokens: FloatArray,
+    produced: FloatArray,
+    forecast: FloatArray,
+    limit: FloatArray,
+    scale: FloatArray,
+    sequences: FloatArray,
+    blind: bool,
+    streams: BoolArray,
+    ready_s: FloatArray,
+    started_s: FloatArray,
+    block_tokens: FloatArray,
+    lead: FloatArray,
+    iteration_s: FloatArray,
+    frame: FloatArray,
+    sums: FloatArray,
+    above: IntArray,
+    grid: FloatArray,
+    width: FloatArray,
+    shape: FloatArray,
+) -> None:
+    """Make the stale rows of some wanted workers from n started requests.
+
+    Rows: `wanted` (w,) indices; `stale` (g,), those that are made are so no more; `late` (g,) which
+    workers hold a request that outlived its forecast; `batch` and `kv` (g, N) what is held.
+    Requests, (n,): from `worker` to `sequences`; `streams`, `ready_s` and `started_s` are looked at
+    only where some are `blind`, not seen token by token. Workers, (g,): `block_tokens`, `lead`,
+    `iteration_s`. `frame` (4,): q, iterations from the left edge to now, iterations of a mixed
+    prefill, now_s. The rest is SURVIVAL.
+    """
+    q, offset, prefill, now_s = frame[0], frame[1], frame[2], frame[3]
+    buckets = batch.shape[1]
+    place, whole = _places(wanted, stale, block_tokens, q)
+    reach, short = np.zeros(whole.size, np.int64), np.zeros((whole.size, buckets))
+    _clear(wanted, place, batch, kv)
+    _clear(wanted, place, stale, late)
+    for row in range(worker.size):
+        g = worker[row]
+        if place[g] < 0:
+            continue
+        seen, total, wait_s, at = produced[row], forecast[row], 0.0, place[g]
+        if blind and ready_s[row] > 0:
+            wait_s = max(ready_s[row] - now_s, 0.0)
+        elif blind and ready_s[row] == 0 and not streams[row]:
+            seen = _unseen_tokens(now_s - started_s[row], iteration_s[g], limit[row])
+        if seen >= total:
+            late[g] = True
+            left = _left_tokens(pool[row], scale[row], seen, sums, above, grid, width, shape)
+            total = seen + left
+        total = max(min(total, limit[row]), seen + 1.0)
+        # A prefill counts as done when it has begun: whether it still runs cannot be known, and
+        # taking it for done never understates the KV it holds.
+        start = offset - (seen + prefill) - lead[g] + wait_s / iteration_s[g]
+        early = max(start - offset, 0.0)
+        start, steps = start - early, total + prefill + early
+        footprint = prompt_tokens[row] - prefill
+        end, level = _laid(start, steps, footprint, block_tokens[g], q, whole[at])
+        last = _last(end, buckets, q)
+        if last >= 0:
+            reach[at] = max(reach[at], last + 1)
+            batch[g, last] += sequences[row]
+            kv[g, last] += sequences[row] * level
+            short[at, last] += sequences[row] * max((last + 1) * q - end, 0.0)
+    for g in wanted:
+        if place[g] >= 0:
+            _sum_up(batch[g], kv[g], short[place[g]], reach[place[g]], q)
+            place[g] = -1
+
+
+@kernel(NOTHING(INTS, *ROWS[2:], *[dense(FLOATS)] * 2, *ROWS[2:]))
+def with_others(
+    wanted: IntArray,
+    batch: FloatArray,
+    kv: FloatArray,
+    other_batch: FloatArray,
+    other_kv: FloatArray,
+    batch_out: FloatArray,
+    kv_out: FloatArray,
+) -> None:
+    """Put the rows of w wanted workers, with what others hold on every bucket, into (w, N).
+
+    `batch` and `kv` are (g, N), those of others (g,).
+    """
+    for row in range(wanted.size):
+        g = wanted[row]
+        for bucket in range(batch.shape[1]):
+            batch_out[row, bucket] = batch[g, bucket] + other_batch[g]
+            kv_out[row, bucket] = kv[g, bucket] + other_kv[g]
