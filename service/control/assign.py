@@ -31,7 +31,7 @@ class Candidates:
         floor: only margins strictly above it are admitted; Algorithm 1 has 0.
         most: how many may be admitted.
         toll: (n, g) what a pair's margin is less after each start of this pass on its worker, or
-            None for nothing; only `admit_balanced` takes it.
+            None for nothing; `admit` knows none.
     """
 
     columns: Columns

@@ -48,6 +48,8 @@ class Foremost:
         self._candidates = candidates
         self._before = residual
         self._margin: list[list[float]] = candidates.margin.tolist()
+        self._toll = None if candidates.toll is None else candidates.toll.tolist()
+        self._starts = [0] * preference.size
         self._preference: list[float] = preference.tolist()
         self.left = residual.copy()
         """What the starts leave."""
@@ -82,6 +84,7 @@ class Foremost:
             if worker is None:
                 continue
             self.left.subtract(self._candidates.columns, row, worker)
+            self._starts[worker] += 1
             admitted.append((row, worker))
             if len(admitted) >= self._candidates.most or self.left.is_full():
                 return admitted
@@ -96,7 +99,15 @@ class Foremost:
         """The worker with the largest margin; the most liked, then the lowest, breaks ties."""
         if not workers:
             return None
-        margins = self._margin[row]
-        top = max(margins[g] for g in workers)
+        margins = {g: self._tolled(row, g) for g in workers}
+        top = max(margins.values())
         liking = {g: self._preference[g] * float(self.left.batch[g, 0]) for g in workers}
         return max((g for g in workers if margins[g] == top), key=liking.__getitem__)
+
+    def _tolled(self, row: int, worker: int) -> float:
+        """What the starts of this pass on a worker leave of a margin there."""
+        margin = self._margin[row][worker]
+        if self._toll is not None:
+            for _ in range(self._starts[worker]):
+                margin -= self._toll[row][worker]
+        return margin

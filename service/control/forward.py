@@ -36,6 +36,7 @@ from service.control.columns import (
     Usage,
 )
 from service.control.config import ControlConfig
+from service.control.delay import Delay
 from service.control.foremost import Foremost, foremost
 from service.control.prices import History, PriceProblem, PriceSnapshot, PriceSolution, PriceSums
 from service.control.pricing import expected_arrivals, mean_prices, normalizer
@@ -43,7 +44,7 @@ from service.control.published import kv_scale, scarcity
 from service.control.rate import RateShift
 from service.control.room import Room
 from service.control.standing import Settled, Standing
-from service.control.sway import sway, unswayed
+from service.control.sway import Sway, sway, unswayed
 from service.control.tiers import TIERS_MAX, SeenArrivals, levels, startable, tiers
 from service.control.view import FleetView, Pair, View
 
@@ -176,8 +177,7 @@ class ForwardLp:
         candidates = self._candidates(view, asking, room.workers)
         plain, free = candidates.margin, room.residual.batch[:, 0].copy()
         if room.sway is not None:
-            margin, toll = plain + room.sway.reward[rows], room.sway.toll[rows]
-            candidates = replace(candidates, margin=margin, toll=toll)
+            candidates = self._candidates(view, asking, room.workers, room.sway)
         started = admit_balanced(candidates, room.residual, liking)
         if room.sway is not None and view.cached is not None:
             without = unswayed(started, plain, liking, free)
@@ -205,18 +205,27 @@ class ForwardLp:
         room.residual = best.left
         return [(int(rows[row]), int(room.workers[worker])) for row, worker in started]
 
-    def _candidates(self, view: View, asking: _Asking, workers: IntArray) -> Candidates:
-        """Those who ask, with their margins on some workers."""
+    def _candidates(
+        self, view: View, asking: _Asking, workers: IntArray, drawn: Sway | None = None
+    ) -> Candidates:
+        """Those who ask, with their margins on some workers, and how far caches draw them."""
         rows = asking.rows
         columns = asking.columns.take(rows)
         margin = asking.rewards[rows, None] - self._cost(columns, workers)
         allowed = view.waiting.allowed(workers, rows)
+        margin = levelled(np.where(allowed, margin, -np.inf))
+        delay = Delay.of(view, self._config, rows, workers)
+        if drawn is not None:
+            delay = drawn.before(delay, rows)
+        if delay is not None:
+            margin = margin - delay.cost
         return Candidates(
             columns,
-            levelled(np.where(allowed, margin, -np.inf)),
+            margin,
             view.waiting.order[rows],
             floor=-np.inf,
             most=asking.most,
+            toll=None if delay is None else delay.toll,
         )
 
     def _start_alone(
@@ -239,7 +248,9 @@ class ForwardLp:
         margin = rewards[:1, None] - self._cost(columns, workers)[:1]
         margin = levelled(np.where(allowed, margin, -np.inf))[0]
         liking = (1.0 / view.fleet.batch_limit[workers]) * free
-        worker = int(workers[preferred(margin, liking)])
+        delay = Delay.of(view, self._config, np.zeros(1, dtype=np.int64), workers)
+        delayed = margin if delay is None else margin - delay.cost[0]
+        worker = int(workers[preferred(delayed, liking)])
         if view.cached is not None:
             view.cached.unswayed[0] = worker
             swayed = sway(view, self._config, workers, normalizer(self._config))

@@ -203,6 +203,11 @@ class Ledger:
         """(g,) seconds by which a prompt token holds up everything else on a worker."""
         return self._prompts.prompt_s(workers)
 
+    def ahead_tokens(self, workers: int) -> FloatArray:
+        """(g,) prompt tokens sent to a worker whose first tokens are still to come."""
+        self._make_room(workers)
+        return self._ahead[:workers].copy()
+
     def step_s(self, fleet: FleetState) -> FloatArray:
         """(g,) seconds of a decode iteration, without the prompts computed in it."""
         told_s = fleet.array("iteration_s")

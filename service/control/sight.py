@@ -92,6 +92,7 @@ class Sight:
                 iteration_s=fleet.array("iteration_s"),
                 step_s=self.ledger.step_s(fleet),
                 prompt_s=self.ledger.prompt_s(len(fleet)),
+                ahead_tokens=self.ledger.ahead_tokens(len(fleet)),
                 outstanding=own + fleet.array("foreign_active"),
                 engine_queue_empty=fleet.engine_queue_empty(now_s),
                 lead=lead,

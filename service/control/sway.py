@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from service.control.assign import preferred
+from service.control.delay import Delay
 
 if TYPE_CHECKING:
     from service.control.columns import FloatArray, IntArray
@@ -48,6 +49,14 @@ class Sway:
 
     reward: FloatArray
     toll: FloatArray
+
+    def before(self, delay: Delay | None, rows: IntArray) -> Delay:
+        """The delay of some rows, in its place what is counted here where a cache holds of them."""
+        reward, toll = self.reward[rows], self.toll[rows]
+        if delay is None:
+            return Delay(-reward, toll)
+        known = toll.any(axis=1, keepdims=True)
+        return Delay(np.where(known, -reward, delay.cost), np.where(known, toll, delay.toll))
 
     def started(self, place: int) -> None:
         """One more sequence is on a worker."""

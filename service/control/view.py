@@ -80,6 +80,7 @@ class FleetView:
         iteration_s: told decode iteration.
         step_s: what a decode iteration was seen to take, without the prompts computed in it.
         prompt_s: what a prompt token was seen to hold up everything else on the worker.
+        ahead_tokens: prompt tokens that were started there and are not computed yet.
         outstanding: sequences started on the worker and not ended, foreign ones included.
         engine_queue_empty: no request is known to wait inside the engine.
         lead: iterations from now to when what starts now begins to decode; above 0 where a prefill
@@ -93,6 +94,7 @@ class FleetView:
     iteration_s: FloatArray
     step_s: FloatArray
     prompt_s: FloatArray
+    ahead_tokens: FloatArray
     outstanding: FloatArray
     engine_queue_empty: BoolArray
     lead: FloatArray

@@ -46,7 +46,8 @@ def crowd(rng: np.random.Generator, workers: int) -> tuple[Candidates, Residual,
     margin[rng.random((n, workers)) < 0.2] = -np.inf
     bound = margin.max(axis=1) + rng.integers(0, 3, n) * rng.choice([0.0, 1 / 8, 8.0])
     most = int(rng.choice([1, 3, 1000]))
-    candidates = Candidates(columns, margin, rng.permutation(n), floor=-np.inf, most=most)
+    toll = rng.integers(0, 3, (n, workers)) / 8 if rng.random() < 0.5 else None
+    candidates = Candidates(columns, margin, rng.permutation(n), -np.inf, most, toll)
     slots = rng.integers(0, 4, (workers, 1))
     free = Usage(
         batch=slots + rng.integers(0, 3, (workers, HORIZON.buckets)).cumsum(axis=1).astype(float),
@@ -62,6 +63,7 @@ def few_of(candidates: Candidates, places: np.ndarray) -> Candidates:
         columns=candidates.columns.take(places),
         margin=candidates.margin[places],
         arrival_order=candidates.arrival_order[places],
+        toll=None if candidates.toll is None else candidates.toll[places],
     )
 
 

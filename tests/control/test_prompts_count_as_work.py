@@ -103,3 +103,57 @@ def test_more_value_goes_first_even_where_a_prompt_costs_more_than_the_start_is_
         router.handle(ask(name, now_s, prompt, decode_tokens_hint=20, value=value), now_s)
     router.handle(Left("running0", Outcome.COMPLETED, 1000), now_s)
     assert starts(router.tick(now_s)) == [("more", "w0")]
+
+
+def _two_workers(config: ControlConfig) -> Router:
+    """Two equal workers of 32 slots that have shown what a prompt token takes; both are idle."""
+    router = router_with(
+        config, *(spec(f"w{g}", batch_limit=32, kv=10**6, iteration_s=ITERATION_S) for g in (0, 1))
+    )
+    for index in range(200):
+        prompt, name, now_s = (100, 1100)[index // 2 % 2], f"taught{index}", float(index // 2)
+        router.handle(ask(name, now_s, prompt, decode_tokens_hint=2), now_s)
+        router.tick(now_s)
+        first_s = now_s + ITERATION_S + PROMPT_S * prompt
+        router.handle(FirstToken(name), first_s)
+        if index % 2:
+            for other in (f"taught{index - 1}", name):
+                router.handle(Left(other, Outcome.COMPLETED, 2), first_s + ITERATION_S)
+    return router
+
+
+def _place(router: Router, name: str, prompt: int, now_s: float) -> str:
+    router.handle(ask(name, now_s, prompt, decode_tokens_hint=400), now_s)
+    ((started, worker_id),) = starts(router.tick(now_s))
+    assert started == name
+    return worker_id
+
+
+@pytest.mark.parametrize(
+    ("kernel", "computed", "worker_id"),
+    [
+        pytest.param(Kernel.MIXED, False, "w0", id="a long prompt is before it there"),
+        pytest.param(Kernel.MIXED, True, "w1", id="computed: the worker with fewer requests"),
+        pytest.param(Kernel.DECODE_ONLY, False, "w1", id="prompts are computed elsewhere"),
+    ],
+)
+def test_a_request_goes_where_its_first_token_waits_for_the_fewest_prompts(
+    kernel: Kernel, computed: bool, worker_id: str
+) -> None:
+    router, now_s = _two_workers(replace(CONFIG, kernel=kernel)), 200.0
+    assert _place(router, "one", 100, now_s) == "w0"
+    router.handle(FirstToken("one"), now_s)
+    assert _place(router, "long", 4000, now_s) == "w1"
+    assert _place(router, "two", 100, now_s) == "w0"
+    router.handle(FirstToken("two"), now_s)
+    if computed:
+        router.handle(FirstToken("long"), now_s)
+    assert _place(router, "next", 100, now_s) == worker_id
+
+
+def test_prompts_that_come_at_once_are_spread() -> None:
+    router, now_s = _two_workers(CONFIG), 200.0
+    for index in range(8):
+        router.handle(ask(f"{index}", now_s, 1000, decode_tokens_hint=400), now_s)
+    workers = [worker_id for _, worker_id in starts(router.tick(now_s))]
+    assert sorted(workers) == ["w0"] * 4 + ["w1"] * 4
