@@ -19,8 +19,8 @@ from service.control.columns import (
     IntArray,
     Usage,
 )
-from service.control.descent import Descent, Iterate, mean_use, placed
-from service.control.spans import PrefixPrices, Spans
+from service.control.kernels.descent import descend, price_tokens, reach_of_prices
+from service.control.spans import PrefixPrices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,10 +41,9 @@ class PriceSums:
     @staticmethod
     def of(prices: Usage, kv_scale: float, horizon: Horizon) -> PriceSums:
         """Sum up the least of (g, N) normalised prices."""
-        per_token = np.stack([prices.batch, prices.kv * kv_scale], axis=1)
-        priced = np.flatnonzero(per_token.max(axis=0, initial=0.0).any(axis=0))
-        per_token = per_token[:, :, : int(priced[-1]) + 1 if priced.size else 0]
-        least = per_token.min(axis=0, keepdims=True)
+        reach = reach_of_prices(prices.batch, prices.kv, kv_scale)
+        per_token, least = np.empty((len(prices.batch), 2, reach)), np.zeros((1, 2, reach))
+        price_tokens(prices.batch, prices.kv, kv_scale, per_token, least)
         return PriceSums(prices, per_token, horizon, PrefixPrices.stacked(least, horizon))
 
     def of_workers(self, workers: IntArray) -> PrefixPrices:
@@ -127,19 +126,31 @@ class PriceProblem:
         if self.rewards.size == 0:
             return self._solution(Usage.zeros(workers, self.horizon))
         rng, size = np.random.default_rng(self.seed), min(self.batch, self.rewards.size)
-        samples = np.concatenate(
-            [rng.choice(self.rewards.size, size=size, replace=False) for _ in range(self.steps)]
+        samples = [rng.choice(self.rewards.size, size, replace=False) for _ in range(self.steps)]
+        prices = Usage(batch=self.warm.batch.copy(), kv=self.warm.kv.copy())
+        total = Usage.zeros(workers if self.averaged else 0, self.horizon)
+        columns = self.columns
+        descend(
+            np.array(samples),
+            columns.worker,
+            columns.start,
+            columns.steps,
+            columns.footprint,
+            columns.sequences,
+            self.rewards,
+            self.any_worker,
+            float(self.horizon.bucket_iterations),
+            self.kv_scale,
+            self.step_size,
+            self.scarcity.batch,
+            self.scarcity.kv,
+            prices.batch,
+            prices.kv,
+            total.batch,
+            total.kv,
         )
-        spans, rewards = Spans.of(self.columns.take(samples), self.horizon), self.rewards[samples]
-        descent, total = Descent(self), Usage.zeros(workers, self.horizon)
-        for begin in range(0, samples.size, size):
-            batch = slice(begin, begin + size)
-            descent.step(spans.take(batch), rewards[batch])
-            if self.averaged:
-                total.batch[:] += descent.prices.batch
-                total.kv[:] += descent.prices.kv
         if not self.averaged:
-            return self._solution(descent.prices)
+            return self._solution(prices)
         return self._solution(Usage(batch=total.batch / self.steps, kv=total.kv / self.steps))
 
     def _solution(self, prices: Usage) -> PriceSolution:
@@ -162,31 +173,6 @@ class PriceSnapshot:
     def solve(self) -> PriceSolution:
         """Make the problem and solve it."""
         return self.problem().solve()
-
-
-def subgradient(problem: PriceProblem, prices: Usage, sample: IntArray) -> Usage:
-    """d_k minus the mean use of the sampled columns whose reward exceeds their cost.
-
-    Source: [OLP] eq. (8) and B.3 lines 11-17.
-    """
-    spans = Spans.of(problem.columns.take(sample), problem.horizon)
-    touched, use = mean_use(problem, Iterate.of(prices), spans, problem.rewards[sample])
-    gradient = Usage(batch=problem.scarcity.batch.copy(), kv=problem.scarcity.kv.copy())
-    gradient.batch[touched] -= use[:, 0]
-    gradient.kv[touched] -= use[:, 1]
-    return gradient
-
-
-def saa_objective(problem: PriceProblem, prices: Usage) -> float:
-    """f_k(p) = d_k^T p + mean over the history of (r - a^T p)_+.
-
-    Source: [OLP] eq. (6).
-    """
-    spans = Spans.of(problem.columns, problem.horizon)
-    _, cost = placed(problem, Iterate.of(prices), spans)
-    hinge = np.maximum(problem.rewards - cost, 0.0)
-    linear = np.sum(problem.scarcity.batch * prices.batch) + np.sum(problem.scarcity.kv * prices.kv)
-    return float(linear + hinge.sum() / max(1, hinge.size))
 
 
 def dual_bound(margins: FloatArray, capacity: Usage, prices: Usage) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 from service.control.assign import Candidates, admit
 from service.control.columns import Columns, FloatArray, Horizon, Usage
 from service.control.config import ControlConfig
+from service.control.kernels.descent import scarce
 from service.control.prices import History, PriceProblem, PriceSnapshot, PriceSolution
 from service.control.pricing import expected_arrivals, mean_prices, normalizer, waiting_reward
 from service.control.rate import RateShift
@@ -40,14 +41,14 @@ def scarcity(residual: Usage, expected_arrivals: float, scale: float) -> Usage:
     that no column can lift its price above zero.
     """
     share = 1.0 / max(1.0, expected_arrivals)
-    known = np.isfinite(residual.kv)
-    if known.all():
-        kv = residual.kv * (scale * share)
-    else:
-        # inf x 0 would be no number where no capacity is known at all.
-        kv = np.full_like(residual.kv, NEVER_SCARCE)
-        np.multiply(residual.kv, scale * share, out=kv, where=known)
-    return Usage(batch=np.maximum(residual.batch, 0.0) * share, kv=np.maximum(kv, 0.0))
+    shape = residual.batch.shape
+    found = Usage(batch=np.empty(shape), kv=np.empty(shape))
+    scarce(
+        *(residual.batch, residual.kv),
+        *(share, scale * share, NEVER_SCARCE),
+        *(found.batch, found.kv),
+    )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,9 +113,9 @@ def test_no_column_is_made_and_no_price_moved_while_the_loop_waits(
 
     router, _ = busy(config, seed=0)
     noted(started, "hold")
-    noted(prices, "Descent")
+    noted(prices, "descend")
     snapshot = router.price_problem(0.9)
     assert snapshot is not None
     assert made == []
     snapshot.solve()
-    assert set(made) == {"hold", "Descent"}
+    assert set(made) == {"hold", "descend"}

@@ -13,10 +13,11 @@ import pytest
 
 from service.control.columns import Horizon, Usage
 from service.control.config import Kernel
-from service.control.prices import PriceProblem, saa_objective
+from service.control.prices import PriceProblem
 from tests.control.instances import Placed, columns_of, naive_column, scaled, tensor_of
 from tests.control.lp_oracle import saa_minimum
 from tests.control.naive_olp import NaiveRequest, Recorded
+from tests.control.vectorised_olp import saa_objective
 
 SEEDS = range(3)
 GAP_MAX = 0.01

@@ -15,8 +15,6 @@ from service.control.prices import (
     History,
     PriceProblem,
     PriceSolution,
-    saa_objective,
-    subgradient,
 )
 from service.control.published import kv_scale, scarcity
 from tests.control import naive_olp
@@ -31,6 +29,7 @@ from tests.control.instances import (
     usages,
 )
 from tests.control.naive_olp import NaiveRequest
+from tests.control.vectorised_olp import saa_objective, subgradient
 
 
 def everything(problem: PriceProblem) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from service.control.kernels.calendar import hold, left_tokens, with_others
+from service.control.kernels.descent import descend, price_tokens, reach_of_prices, scarce
 from service.control.kernels.ledger import left_steps
 from service.control.kernels.tokens import book_tokens, iteration_pace, note_pace
 
@@ -15,6 +16,10 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     hold,
     left_tokens,
     with_others,
+    descend,
+    scarce,
+    reach_of_prices,
+    price_tokens,
     left_steps,
     book_tokens,
     note_pace,
