@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.control.assign import Candidates, admit_balanced, preferred
+from service.control.assign import Asking, admit_priced
 from service.control.columns import Columns, IntArray
 from service.control.room import Room
 from service.control.view import Pair, View
@@ -54,17 +54,10 @@ class AgedStarts:
         reserved = 0
         oldest_first = rows[np.lexsort((view.waiting.order[rows], -view.age_s()[rows]))]
         for place, row in enumerate(oldest_first.tolist()):
-            if len(pairs) >= most or not room.residual.has_slot().any():
+            if len(pairs) >= most or room.residual.is_full():
                 break
-            reach = view.waiting.reach[view.waiting.kind[row]]
-            fits = room.residual.fits(columns.take(np.array([row])))[0] & reach[room.workers]
-            if fits.any():
-                free = room.residual.batch[:, 0] / view.fleet.batch_limit[room.workers]
-                worker = int(np.argmax(np.where(fits, free, -np.inf)))
-                if room.sway is not None and view.cached is not None:
-                    view.cached.unswayed[row] = int(room.workers[worker])
-                    worker = preferred(np.where(fits, room.sway.reward[row], -np.inf), free)
-                    room.sway.started(worker)
+            worker = _best_fit(view, columns, room, row)
+            if worker is not None:
                 room.start(columns, row, worker)
                 pairs.append((row, int(room.workers[worker])))
             elif reserved < RESERVATIONS_MAX:
@@ -93,16 +86,34 @@ class AgedStarts:
         return found is not None
 
 
+def _best_fit(view: View, columns: Columns, room: Room, row: int) -> int | None:
+    """The open worker where a request fits, with the most cached of it, then the emptiest."""
+    limit = view.fleet.batch_limit[room.workers]
+    reach = view.waiting.reach[view.waiting.kind[row], room.workers]
+    worker = room.residual.best_fit(columns, row, np.where(reach, 0.0, -np.inf), limit)
+    if worker is not None and room.sway is not None and view.cached is not None:
+        view.cached.unswayed[row] = int(room.workers[worker])
+        margin = np.where(reach, room.sway.reward[row], -np.inf)
+        worker = room.residual.best_fit(columns, row, margin, limit)
+        if worker is not None:
+            room.sway.started(worker)
+    return worker
+
+
 def start_beside(view: View, columns: Columns, room: Room, rows: IntArray, most: int) -> list[Pair]:
     """Start those aged requests, oldest first, that fit beside what is reserved."""
-    allowed = view.waiting.allowed(room.workers, rows)
-    age = view.age_s()[rows]
-    candidates = Candidates(
-        columns.take(rows),
-        np.where(allowed, age[:, None], -np.inf),
-        view.waiting.order[rows],
-        floor=-np.inf,
+    waiting, age_s = view.waiting, view.age_s()
+    asks = np.zeros(len(waiting), dtype=np.bool_)
+    asks[rows] = True
+    asking = Asking(
+        columns=columns,
+        rewards=age_s,
+        least_cost=np.zeros(age_s.size),
+        asks=asks,
+        order=waiting.order,
+        kind=waiting.kind,
+        prompt=waiting.prompt_tokens,
         most=most,
     )
-    started = admit_balanced(candidates, room.residual, 1.0 / view.fleet.batch_limit[room.workers])
-    return [(int(rows[row]), int(room.workers[worker])) for row, worker in started]
+    started = admit_priced(asking, room.offer(), room.residual)
+    return [(row, int(room.workers[worker])) for row, worker, _ in started]

@@ -1,20 +1,23 @@
 """3 controller, primal side: greedy admission that never overdraws a future slot (Algorithm 1).
 
-Read residual.py for what fits; here is who goes first.
+Read residual.py for what fits; here is who goes first. The loops are kernels/admission.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from service.control.columns import Columns, FloatArray, IntArray
+from service.control.columns import BoolArray, Columns, FloatArray, IntArray
+from service.control.kernels.admission import admit_by_best_margin
+from service.control.kernels.room import admit_in_order
 from service.control.residual import Residual
 
-BLOCK = 64
-"""Candidates looked at together; what they share is computed once."""
+if TYPE_CHECKING:
+    from service.control.delay import Waits
+
 ALIKE = 0.02
 """Workers whose margins are within this share of the best are equally good."""
 NO_LIMIT = 2**31
@@ -29,36 +32,62 @@ class Candidates:
         margin: (n, g) reduced costs; -inf where a pair is not allowed.
         arrival_order: (n,) rank by arrival; breaks ties between equal margins.
         floor: only margins strictly above it are admitted; Algorithm 1 has 0.
-        most: how many may be admitted.
-        toll: (n, g) what a pair's margin is less after each start of this pass on its worker, or
-            None for nothing; `admit` knows none.
     """
 
     columns: Columns
     margin: FloatArray
     arrival_order: IntArray
     floor: float = 0.0
-    most: int = NO_LIMIT
-    toll: FloatArray | None = None
 
 
-def by_decreasing(score: FloatArray, *ties: IntArray) -> Iterator[IntArray]:
-    """Yield places by decreasing score, then by increasing ties, BLOCK or more at a time.
+@dataclass(frozen=True, slots=True, eq=False)
+class Asking:
+    """Requests that ask for a start now; every array is (n,), a row for each waiting request.
 
-    The best are found by partition, so the order of those nobody asks for is never worked out.
+    Attributes:
+        columns: of starting now; their start is 0 where prices are not.
+        rewards: of starting now. least_cost: at most what it costs on whichever worker.
+        asks: who asks. most: how many may start.
+        order: rank by arrival. kind: row of the offer's `reach`.
+        prompt: prompt tokens.
+        floor: only margins strictly above it are admitted.
     """
-    left = np.arange(score.size)
-    size = BLOCK
-    while left.size:
-        best = left
-        if left.size > 2 * size:
-            least = np.partition(score[left], left.size - size)[left.size - size]
-            chosen = score[left] >= least
-            best, left = left[chosen], left[~chosen]
-        else:
-            left = left[:0]
-        yield best[np.lexsort((*(tie[best] for tie in reversed(ties)), -score[best]))]
-        size *= 4
+
+    columns: Columns
+    rewards: FloatArray
+    least_cost: FloatArray
+    asks: BoolArray
+    order: IntArray
+    kind: IntArray
+    prompt: FloatArray
+    most: int = NO_LIMIT
+    floor: float = -np.inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """What the w workers of a residual offer to those who ask.
+
+    Attributes:
+        reach: (kinds, w) where a request of a kind may go.
+        liking: (w,) larger is better at equal margin, per free batch slot of the worker: the
+            comparison is liking x free slots now, so starts of one tick spread out.
+        prices: (g, 2, L) of a batch slot and of a KV token, up to the last bucket that has one.
+        workers: (w,) their rows of `prices`.
+        extra: (n, w) added to the margins of requests that have any toll, in place of what waits
+            take from them; or (0, w) for nothing. Without waits it is added to everybody's.
+        toll: (n, w) what a pair's margin is less after each start of this pass on its worker, or
+            (0, w) for nothing. Without extra it is that of the waits.
+        waits: what a start on each of the workers costs by its prompt; None for nothing.
+    """
+
+    reach: BoolArray
+    liking: FloatArray
+    prices: FloatArray
+    workers: IntArray
+    extra: FloatArray
+    toll: FloatArray
+    waits: Waits | None = None
 
 
 def admit(candidates: Candidates, residual: Residual) -> list[tuple[int, int]]:
@@ -73,29 +102,21 @@ def admit(candidates: Candidates, residual: Residual) -> list[tuple[int, int]]:
 
     Source: [OLP] Algorithm 1, lines 10-16, and constraint (5).
     """
-    demand = residual.demand(candidates.columns)
-    allowed = residual.room(demand)
-    allowed &= candidates.margin > candidates.floor
-    rows, workers = allowed.nonzero()
-    usable = allowed.any(axis=0)
-    waits = np.ones(len(candidates.arrival_order), dtype=np.bool_)
-    admitted: list[tuple[int, int]] = []
-    margins = candidates.margin[rows, workers]
-    for block in by_decreasing(margins, candidates.arrival_order[rows], workers):
-        row, worker = rows[block], workers[block]
-        alive = waits[row] & residual.has_room(demand.take(row), worker)
-        while alive.any():
-            at = int(alive.argmax())
-            chosen = (int(row[at]), int(worker[at]))
-            residual.subtract(candidates.columns, *chosen)
-            admitted.append(chosen)
-            waits[chosen[0]] = False
-            if not (usable & residual.has_slot()).any():
-                return admitted
-            alive &= row != chosen[0]
-            again = np.flatnonzero(alive & (worker == chosen[1]))
-            alive[again] = residual.has_room(demand.take(row[again]), worker[again])
-    return admitted
+    columns, margin = candidates.columns, candidates.margin
+    rows, workers = (residual.fits(columns) & (margin > candidates.floor)).nonzero()
+    order = np.lexsort((workers, candidates.arrival_order[rows], -margin[rows, workers]))
+    started = admit_in_order(
+        rows[order],
+        workers[order],
+        columns.start,
+        columns.steps,
+        columns.footprint,
+        columns.sequences,
+        residual.batch,
+        residual.kv,
+        residual.bucket_iterations,
+    )
+    return [(row, worker) for row, worker in started.tolist()]
 
 
 def admit_balanced(
@@ -106,48 +127,85 @@ def admit_balanced(
     Args:
         candidates: as for `admit`.
         residual: updated in place.
-        preference: (g,) larger is better at equal margin, per free batch slot of the worker: the
-            comparison is preference x free slots now, so starts of one tick spread out.
+        preference: (g,) as an offer's `liking`.
+
+    Returns:
+        (request row, worker) in the order of admission.
+    """
+    n, places = candidates.margin.shape
+    asking = Asking(
+        columns=candidates.columns,
+        rewards=np.zeros(n),
+        least_cost=np.zeros(n),
+        asks=np.ones(n, dtype=np.bool_),
+        order=candidates.arrival_order,
+        kind=np.zeros(n, dtype=np.int64),
+        prompt=np.zeros(n),
+        floor=candidates.floor,
+    )
+    offer = Offer(
+        reach=np.ones((1, places), dtype=np.bool_),
+        liking=preference,
+        prices=np.zeros((places, 2, 0)),
+        workers=np.arange(places),
+        extra=candidates.margin,
+        toll=np.zeros((0, places)),
+    )
+    return [(row, worker) for row, worker, _ in admit_priced(asking, offer, residual)]
+
+
+def admit_priced(asking: Asking, offer: Offer, residual: Residual) -> list[tuple[int, int, int]]:
+    """Admit by decreasing best margin, reward less cost; ties go to the preferred worker.
+
+    A request's best worker and those about as good have the best one's margin.
+
+    Args:
+        asking: who asks.
+        offer: of the workers of the residual.
+        residual: updated in place.
+
+    Returns:
+        (request row, worker, worker without `extra`) in the order of admission. The last is where
+        it had gone without `extra` if only batch slots counted, not KV memory.
 
     Differs: Algorithm 1 leaves ties between workers open; the lowest index would pile equal
-    requests onto one worker, whose iterations then get longer.
+    requests onto one worker, whose iterations then get longer. And it follows any difference of
+    prices. At light load these are all but 0, and following them piles requests up where others'
+    prompts are being computed.
     """
-    demand = residual.demand(candidates.columns)
-    allowed = residual.room(demand)
-    allowed &= candidates.margin > candidates.floor
-    rows = np.flatnonzero(allowed.any(axis=1))
-    usable = allowed.any(axis=0)
-    margin = np.where(allowed[rows], candidates.margin[rows], -np.inf)
-    admitted: list[tuple[int, int]] = []
-    for block in by_decreasing(margin.max(axis=1, initial=-np.inf), candidates.arrival_order[rows]):
-        fits, needs = allowed[rows[block]], demand.take(rows[block])
-        if admitted:
-            fits &= residual.room(needs)
-        alive = fits.any(axis=1)
-        while alive.any():
-            at = int(alive.argmax())
-            row = int(rows[block[at]])
-            worker = preferred(
-                np.where(fits[at], margin[block[at]], -np.inf), preference * residual.batch[:, 0]
-            )
-            residual.subtract(candidates.columns, row, worker)
-            admitted.append((row, worker))
-            if candidates.toll is not None:
-                margin[:, worker] -= candidates.toll[rows, worker]
-            if len(admitted) >= candidates.most or not (usable & residual.has_slot()).any():
-                return admitted
-            fits[: at + 1] = False
-            fits[:, worker] &= residual.has_room(needs, np.full(block.size, worker))
-            alive = fits.any(axis=1)
-    return admitted
+    columns, waits = asking.columns, offer.waits
+    started = admit_by_best_margin(
+        asking.asks,
+        asking.rewards,
+        asking.least_cost,
+        columns.start,
+        columns.steps,
+        columns.footprint,
+        columns.sequences,
+        asking.order,
+        asking.kind,
+        asking.prompt,
+        asking.prompt if waits is None else waits.value,
+        offer.toll[:0] if waits is None else waits.lines,
+        0.0 if waits is None else waits.toll,
+        offer.reach,
+        offer.prices,
+        offer.workers,
+        offer.liking,
+        offer.extra,
+        offer.toll,
+        residual.batch,
+        residual.kv,
+        residual.bucket_iterations,
+        asking.most,
+        asking.floor,
+        ALIKE,
+    )
+    return [(row, worker, other) for row, worker, other in started.tolist()]
 
 
 def levelled(margin: FloatArray) -> FloatArray:
-    """(n, g) margins, where a request's best worker and those about as good have the best one's.
-
-    Differs: Algorithm 1 follows any difference of prices. At light load these are all but 0, and
-    following them piles requests up where others' prompts are being computed.
-    """
+    """(n, g) margins, where a request's best worker and those about as good have the best one's."""
     if margin.shape[1] == 1:
         return margin
     best = margin.max(axis=1, keepdims=True, initial=-np.inf)

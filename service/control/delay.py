@@ -32,6 +32,42 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Waits:
+    """What a request of value 1 loses on w workers, normalised as rewards are.
+
+    Its delay on one of them is per_token (s held_up + before), s its prompt tokens.
+
+    Attributes:
+        lines: (3, w) per_token, held_up and before, one above the other.
+        value: (n,) of every waiting request; multiplies the delay.
+        toll: what a start adds for the next one is per_token s toll.
+    """
+
+    lines: FloatArray
+    value: FloatArray
+    toll: float
+
+    @staticmethod
+    def of(view: View, config: ControlConfig, workers: IntArray) -> Waits | None:
+        """Look at w workers; None where all of them are alike to everybody."""
+        fleet, waiting, weights = view.fleet, view.waiting, config.weights
+        prompt_s = fleet.prompt_s[workers]
+        if view.kernel is Kernel.DECODE_ONLY or workers.size == 1 or not np.count_nonzero(prompt_s):
+            return None
+        own = weights.e2e + weights.ttft
+        others = weights.e2e + weights.throughput
+        lines = np.array(
+            [
+                prompt_s / (float(fleet.step_s.mean()) * normalizer(config)),
+                own + others * fleet.outstanding[workers],
+                own * fleet.ahead_tokens[workers],
+            ]
+        )
+        value = waiting.value * waiting.discount if waiting.shared else waiting.value
+        return Waits(lines, value, own + others)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Delay:
     """What some waiting requests lose on some workers; normalised as rewards are.
 
@@ -46,22 +82,15 @@ class Delay:
     @staticmethod
     def of(view: View, config: ControlConfig, rows: IntArray, workers: IntArray) -> Delay | None:
         """Look at some waiting rows on w workers; None where all workers are alike to them."""
-        fleet, waiting, weights = view.fleet, view.waiting, config.weights
-        prompt_s = fleet.prompt_s[workers]
-        if view.kernel is Kernel.DECODE_ONLY or workers.size == 1 or not np.count_nonzero(prompt_s):
+        waits = Waits.of(view, config, workers)
+        if waits is None:
             return None
-        value = waiting.value[rows]
-        if waiting.shared:
-            value = value * waiting.discount[rows]
-        pace = prompt_s / (float(fleet.step_s.mean()) * normalizer(config))
-        per_token = value[:, None] * pace
-        own = weights.e2e + weights.ttft
-        others = weights.e2e + weights.throughput
-        prompt = waiting.prompt_tokens[rows, None]
-        cost = own + others * fleet.outstanding[workers]
-        whole = per_token * (prompt * cost + own * fleet.ahead_tokens[workers])
-        allowed = waiting.allowed(workers, rows)
-        return Delay(_beyond_least(whole, allowed), per_token * prompt * (own + others))
+        pace, held_up, before = waits.lines
+        per_token = waits.value[rows, None] * pace
+        prompt = view.waiting.prompt_tokens[rows, None]
+        whole = per_token * (prompt * held_up + before)
+        allowed = view.waiting.allowed(workers, rows)
+        return Delay(_beyond_least(whole, allowed), per_token * prompt * waits.toll)
 
 
 def _beyond_least(cost: FloatArray, allowed: BoolArray) -> FloatArray:

@@ -13,20 +13,13 @@ What differs from the paper, and why (docs/decisions.md has the measurements):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from service.control.aged import AgedStarts
 from service.control.aging import LARGE_SHARE, AgeRule, Size
-from service.control.assign import (
-    BLOCK,
-    NO_LIMIT,
-    Candidates,
-    admit_balanced,
-    levelled,
-    preferred,
-)
+from service.control.assign import NO_LIMIT, Asking, Offer, admit_priced, levelled, preferred
 from service.control.columns import (
     BoolArray,
     Columns,
@@ -36,15 +29,14 @@ from service.control.columns import (
     Usage,
 )
 from service.control.config import ControlConfig
-from service.control.delay import Delay
-from service.control.foremost import Foremost, foremost
+from service.control.delay import Delay, Waits
 from service.control.prices import History, PriceProblem, PriceSnapshot, PriceSolution, PriceSums
 from service.control.pricing import expected_arrivals, mean_prices, normalizer
 from service.control.published import kv_scale, scarcity
 from service.control.rate import RateShift
 from service.control.room import Room
 from service.control.standing import Settled, Standing
-from service.control.sway import Sway, sway, unswayed
+from service.control.sway import sway
 from service.control.tiers import TIERS_MAX, SeenArrivals, levels, startable, tiers
 from service.control.view import FleetView, Pair, View
 
@@ -53,22 +45,6 @@ FEW = 8
 OVERDUE_SHARE = 0.25
 """Starts of lower tiers' requests that waited age_bound_s, for each start of the others."""
 OVERDUE_CREDIT_MAX = 8.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asking:
-    """Waiting rows that ask for a start, and how many may; with everybody's numbers.
-
-    Attributes:
-        columns, rewards: (n,) of starting now. cost: (n,) the least it can be.
-        rows: who asks. most: how many may start.
-    """
-
-    columns: Columns
-    rewards: FloatArray
-    cost: FloatArray
-    rows: IntArray
-    most: int
 
 
 class ForwardLp:
@@ -128,7 +104,16 @@ class ForwardLp:
             most = self._startable(view, int(worth[first]), [row for row, _ in pairs])
             old, young = _parted(aged, here, gone)
             started = self._aged.start(view, columns, room, old, most)
-            asking = _Asking(columns, rewards, settled.cost, young, most - len(started))
+            asking = Asking(
+                columns=columns,
+                rewards=rewards,
+                least_cost=settled.cost,
+                asks=young,
+                order=waiting.order,
+                kind=waiting.kind,
+                prompt=waiting.prompt_tokens,
+                most=most - len(started),
+            )
             pairs += started + self._start_young(view, asking, room)
         self._overdue_credit += OVERDUE_SHARE * (len(pairs) - len(gone))
         return pairs
@@ -164,69 +149,25 @@ class ForwardLp:
             return NO_LIMIT
         return startable(view, self._config.weights, self._seen, tier, gone)
 
-    def _start_young(self, view: View, asking: _Asking, room: Room) -> list[Pair]:
+    def _start_young(self, view: View, asking: Asking, room: Room) -> list[Pair]:
         """Start by decreasing reduced cost whatever fits."""
-        rows = asking.rows
-        if asking.most <= 0 or not rows.size or room.residual.is_full():
+        if asking.most <= 0 or room.residual.is_full():
             return []
-        liking = 1.0 / view.fleet.batch_limit[room.workers]
-        if room.sway is None:
-            pairs = self._start_foremost(view, asking, room, liking)
-            if pairs is not None:
-                return pairs
-        candidates = self._candidates(view, asking, room.workers)
-        plain, free = candidates.margin, room.residual.batch[:, 0].copy()
-        if room.sway is not None:
-            candidates = self._candidates(view, asking, room.workers, room.sway)
-        started = admit_balanced(candidates, room.residual, liking)
+        started = admit_priced(asking, self._offer(view, room), room.residual)
         if room.sway is not None and view.cached is not None:
-            without = unswayed(started, plain, liking, free)
-            for (row, worker), other in zip(started, without, strict=True):
+            for row, worker, other in started:
                 room.sway.started(worker)
-                view.cached.unswayed[int(rows[row])] = int(room.workers[other])
-        return [(int(rows[row]), int(room.workers[worker])) for row, worker in started]
+                view.cached.unswayed[row] = int(room.workers[other])
+        return [(row, int(room.workers[worker])) for row, worker, _ in started]
 
-    def _start_foremost(
-        self, view: View, asking: _Asking, room: Room, liking: FloatArray
-    ) -> list[Pair] | None:
-        """Start the same requests by looking at few; None where that does not tell."""
-        if asking.rows.size <= 2 * BLOCK:
-            return None
-        places, others = foremost((asking.rewards - asking.cost)[asking.rows])
-        if not places.size:
-            return None
-        rows = asking.rows[places]
-        few = _Asking(asking.columns, asking.rewards, asking.cost, rows, asking.most)
-        candidates = self._candidates(view, few, room.workers)
-        best = Foremost(candidates, room.residual, liking)
-        started = best.admit(others)
-        if started is None:
-            return None
-        room.residual = best.left
-        return [(int(rows[row]), int(room.workers[worker])) for row, worker in started]
-
-    def _candidates(
-        self, view: View, asking: _Asking, workers: IntArray, drawn: Sway | None = None
-    ) -> Candidates:
-        """Those who ask, with their margins on some workers, and how far caches draw them."""
-        rows = asking.rows
-        columns = asking.columns.take(rows)
-        margin = asking.rewards[rows, None] - self._cost(columns, workers)
-        allowed = view.waiting.allowed(workers, rows)
-        margin = levelled(np.where(allowed, margin, -np.inf))
-        delay = Delay.of(view, self._config, rows, workers)
-        if drawn is not None:
-            delay = drawn.before(delay, rows)
-        if delay is not None:
-            margin = margin - delay.cost
-        return Candidates(
-            columns,
-            margin,
-            view.waiting.order[rows],
-            floor=-np.inf,
-            most=asking.most,
-            toll=None if delay is None else delay.toll,
-        )
+    def _offer(self, view: View, room: Room) -> Offer:
+        """What the open workers offer, with prices, waits for prompts, and caches."""
+        offer = replace(room.offer(), waits=Waits.of(view, self._config, room.workers))
+        if self._sums is not None:
+            offer = replace(offer, prices=self._sums.per_token)
+        if room.sway is not None:
+            offer = replace(offer, extra=room.sway.reward, toll=room.sway.toll)
+        return offer
 
     def _start_alone(
         self, view: View, columns: Columns, rewards: FloatArray, workers: IntArray
@@ -364,11 +305,12 @@ def _prices(solution: PriceSolution | None, fleet: FleetView, horizon: Horizon) 
     return solution.prices
 
 
-def _parted(aged: BoolArray, here: BoolArray | None, gone: set[int]) -> tuple[IntArray, IntArray]:
-    """Aged rows and the others, of those that are `here` (None for all) and not gone."""
+def _parted(aged: BoolArray, here: BoolArray | None, gone: set[int]) -> tuple[IntArray, BoolArray]:
+    """Aged rows, and (n,) who else asks, of those that are `here` (None for all) and not gone."""
+    young = ~aged if here is None else here & ~aged
     old = (aged if here is None else here & aged).nonzero()[0]
-    young = (~aged if here is None else here & ~aged).nonzero()[0]
     if gone:
         left = list(gone)
-        old, young = old[~np.isin(old, left)], young[~np.isin(young, left)]
+        young[left] = False
+        old = old[~np.isin(old, left)]
     return old, young

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from service.control.assign import Offer
 from service.control.residual import Residual
 
 if TYPE_CHECKING:
@@ -40,6 +41,18 @@ class Room:
         self._view = view
         self._started: list[tuple[int, int]] = []
         self._fleet: Residual | None = None
+
+    def offer(self) -> Offer:
+        """What the open workers offer by themselves: no prices, no waits, no caches."""
+        fleet, nothing = self._view.fleet, np.zeros((0, self.workers.size))
+        return Offer(
+            reach=self._view.waiting.reach[:, self.workers],
+            liking=1.0 / fleet.batch_limit[self.workers],
+            prices=np.zeros((len(fleet), 2, 0)),
+            workers=self.workers,
+            extra=nothing,
+            toll=nothing,
+        )
 
     def start(self, columns: Columns, row: int, place: int) -> None:
         """Take a column that starts now out of an open worker."""

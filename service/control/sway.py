@@ -29,9 +29,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from service.control.assign import preferred
-from service.control.delay import Delay
-
 if TYPE_CHECKING:
     from service.control.columns import FloatArray, IntArray
     from service.control.config import ControlConfig
@@ -49,14 +46,6 @@ class Sway:
 
     reward: FloatArray
     toll: FloatArray
-
-    def before(self, delay: Delay | None, rows: IntArray) -> Delay:
-        """The delay of some rows, in its place what is counted here where a cache holds of them."""
-        reward, toll = self.reward[rows], self.toll[rows]
-        if delay is None:
-            return Delay(-reward, toll)
-        known = toll.any(axis=1, keepdims=True)
-        return Delay(np.where(known, -reward, delay.cost), np.where(known, toll, delay.toll))
 
     def started(self, place: int) -> None:
         """One more sequence is on a worker."""
@@ -89,20 +78,3 @@ def sway(view: View, config: ControlConfig, workers: IntArray, normalizer: float
     saved[nothing], toll[nothing] = 0.0, 0.0
     scale = (config.affinity.weight * waiting.value * waiting.discount / normalizer)[:, None]
     return Sway(scale * saved, scale * toll)
-
-
-def unswayed(
-    started: list[tuple[int, int]], margin: FloatArray, liking: FloatArray, free: FloatArray
-) -> list[int]:
-    """Where each started row would have gone by (n, w) margins without sway, in order.
-
-    Only batch slots are looked at, (w,) `free` ones of which are used up here, not KV memory.
-    """
-    found = []
-    for row, worker in started:
-        open_to = free >= 1
-        open_to[worker] = True
-        other = preferred(np.where(open_to, margin[row], -np.inf), liking * free)
-        free[other] -= 1
-        found.append(other)
-    return found

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,22 +16,24 @@ from service.control import (
     Weights,
     WorkerJoined,
 )
-from service.control.assign import Candidates, admit_balanced
+from service.control.assign import Asking, Offer, admit_priced
 from service.control.columns import Columns, Horizon, Usage
-from service.control.foremost import Foremost, foremost
+from service.control.delay import Waits
 from service.control.forward import ForwardLp
 from service.control.residual import Residual
+from service.control.room import Room
 from service.control.spans import PrefixPrices, Spans
 from service.control.standing import Settled, Standing
 from service.control.view import Pair, View
 from tests.control.driving import ask, spec
+from tests.control.whole_pass import fits, liked_best, use_of, whole_pass
 
 HORIZON = Horizon(8, 4)
 
 
-def crowd(rng: np.random.Generator, workers: int) -> tuple[Candidates, Residual, np.ndarray]:
-    """Hundreds of requests, some of several sequences, many equal margins, and their bounds."""
-    n = int(rng.integers(150, 400))
+def crowd(rng: np.random.Generator, workers: int) -> tuple[Asking, Offer, Usage]:
+    """Hundreds of requests, some of several sequences, many equal margins, bounds near and far."""
+    n, reach = int(rng.integers(50, 200)), HORIZON.buckets
     columns = Columns(
         worker=np.zeros(n, dtype=np.int64),
         start=np.zeros(n),
@@ -42,60 +41,77 @@ def crowd(rng: np.random.Generator, workers: int) -> tuple[Candidates, Residual,
         footprint=rng.integers(0, 30, n).astype(float),
         sequences=rng.choice([1.0, 1.0, 1.0, 2.0], n),
     )
-    margin = rng.integers(-4, 60, (n, workers)) / 8
-    margin[rng.random((n, workers)) < 0.2] = -np.inf
-    bound = margin.max(axis=1) + rng.integers(0, 3, n) * rng.choice([0.0, 1 / 8, 8.0])
-    most = int(rng.choice([1, 3, 1000]))
-    toll = rng.integers(0, 3, (n, workers)) / 8 if rng.random() < 0.5 else None
-    candidates = Candidates(columns, margin, rng.permutation(n), -np.inf, most, toll)
+    priced = int(rng.integers(0, reach + 1))
+    prices = rng.integers(0, 3, (workers + 2, 2, priced)) / rng.choice([8.0, 512.0])
+    prices[:, 1] /= 16.0
+    least = PrefixPrices.stacked(prices.min(axis=0, keepdims=True), HORIZON)
+    cost = least.cost_of_starts(columns)[:, 0] - rng.integers(0, 3, n) * rng.choice([0.0, 1.0, 8.0])
+    swayed = rng.random() < 0.4
+    asking = Asking(
+        columns=columns,
+        rewards=rng.integers(-4, 60, n) / 8,
+        least_cost=cost,
+        asks=rng.random(n) < rng.choice([0.5, 1.0]),
+        order=rng.permutation(n),
+        kind=rng.integers(0, 3, n),
+        prompt=rng.integers(1, 9, n).astype(float),
+        most=int(rng.choice([1, 3, 1000])),
+        floor=float(rng.choice([-np.inf, 0.0, 2.0])),
+    )
+    lines = rng.integers(0, 4, (3, workers)) / 16
+    waits = Waits(lines, rng.choice([1.0, 2.0], n), toll=0.25)
+    offer = Offer(
+        reach=rng.random((3, workers)) < 0.8,
+        liking=rng.choice([0.125, 0.25, 0.5], workers),
+        prices=prices,
+        workers=rng.permutation(workers + 2)[:workers],
+        extra=rng.integers(-3, 9, (n if swayed else 0, workers)) / 8,
+        toll=rng.integers(0, 5, (n if swayed else 0, workers))
+        / 8
+        * (rng.random((n if swayed else 0, 1)) < 0.5),
+        waits=waits if rng.random() < 0.5 else None,
+    )
     slots = rng.integers(0, 4, (workers, 1))
     free = Usage(
-        batch=slots + rng.integers(0, 3, (workers, HORIZON.buckets)).cumsum(axis=1).astype(float),
-        kv=rng.integers(20, 400, (workers, HORIZON.buckets)).astype(float),
+        batch=slots + rng.integers(0, 3, (workers, reach)).cumsum(axis=1).astype(float),
+        kv=rng.integers(20, 400, (workers, reach)).astype(float),
     )
-    nothing = Usage.zeros(workers, HORIZON)
-    return candidates, Residual(free, nothing, HORIZON), np.asarray(bound)
+    return asking, offer, free
 
 
-def few_of(candidates: Candidates, places: np.ndarray) -> Candidates:
-    return replace(
-        candidates,
-        columns=candidates.columns.take(places),
-        margin=candidates.margin[places],
-        arrival_order=candidates.arrival_order[places],
-        toll=None if candidates.toll is None else candidates.toll[places],
-    )
-
-
-def test_the_foremost_start_as_in_the_whole_pass_or_say_that_they_cannot_tell() -> None:
-    told = 0
-    for seed in range(300):
+def test_the_few_who_are_looked_at_start_as_in_a_pass_over_everybody() -> None:
+    starts = 0
+    for seed in range(120):
         rng = np.random.default_rng(seed)
-        candidates, residual, bound = crowd(rng, int(rng.integers(1, 4)))
-        liking = rng.choice([0.125, 0.25, 0.5], candidates.margin.shape[1])
-        places, others = foremost(bound)
-        pass_of_few = Foremost(few_of(candidates, places), residual, liking)
-        started = pass_of_few.admit(others)
-        if started is None:
-            continue
-        told += 1
-        everyone = admit_balanced(candidates, residual, liking)
-        assert [(int(places[row]), worker) for row, worker in started] == everyone
-        assert pass_of_few.left.batch.tolist() == residual.batch.tolist()
-        assert pass_of_few.left.kv.tolist() == residual.kv.tolist()
-    assert told > 50
+        workers = int(rng.integers(1, 5))
+        asking, offer, free = crowd(rng, workers)
+        nothing = Usage.zeros(workers, HORIZON)
+        pruned, whole = (Residual(free, nothing, HORIZON) for _ in range(2))
+        started = admit_priced(asking, offer, pruned)
+        assert started == whole_pass(asking, offer, whole, HORIZON)
+        assert pruned.batch.tolist() == whole.batch.tolist()
+        assert pruned.kv.tolist() == whole.kv.tolist()
+        starts += len(started)
+    assert starts > 300
 
 
-def test_bounds_leave_out_only_what_is_below_them() -> None:
-    bound = np.random.default_rng(1).permutation(1000) / 8
-    places, others = foremost(bound)
-    assert sorted(places.tolist()) == np.flatnonzero(bound > others).tolist()
-    assert np.delete(bound, places).max() == others
-
-
-def test_of_a_crowd_of_equals_nobody_is_looked_at() -> None:
-    places, others = foremost(np.full(1000, 0.5))
-    assert (places.size, others) == (0, 0.5)
+def test_a_request_goes_where_it_fits_with_the_largest_margin_then_to_the_emptiest() -> None:
+    told = 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        asking, _, free = crowd(rng, 4)
+        residual = Residual(free, Usage.zeros(4, HORIZON), HORIZON)
+        margin, limit = rng.choice([-np.inf, 0.0, 0.5], 4), rng.choice([4.0, 8.0], 4)
+        use = use_of(asking.columns, 0, HORIZON)
+        able = {
+            g: margin[g]
+            for g in range(4)
+            if margin[g] > -np.inf and fits(use, (free.batch, free.kv), g)
+        }
+        expected = liked_best(able, 1.0 / limit, free.batch[:, 0]) if able else None
+        assert residual.best_fit(asking.columns, 0, margin, limit) == expected
+        told += expected is not None
+    assert 50 < told < 200
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -140,21 +156,12 @@ class Watching(Standing):
 
 
 class Unpruned(ForwardLp):
-    """The policy without a look at the foremost alone."""
+    """The policy with passes over everybody."""
 
-    def _start_foremost(self, *_: object) -> None:  # type: ignore[override]
-        return None
-
-
-class Pruned(ForwardLp):
-    """The policy as it is; counts how often the foremost told."""
-
-    told = 0
-
-    def _start_foremost(self, *args: Any) -> list[Pair] | None:
-        pairs = super()._start_foremost(*args)
-        self.told += pairs is not None
-        return pairs
+    def _start_young(self, view: View, asking: Asking, room: Room) -> list[Pair]:
+        offer = self._offer(view, room)
+        started = whole_pass(asking, offer, room.residual, view.horizon)
+        return [(row, int(room.workers[worker])) for row, worker, _ in started]
 
 
 def driven(policy: ForwardLp, config: ControlConfig, seed: int) -> list[str]:
@@ -192,10 +199,8 @@ def driven(policy: ForwardLp, config: ControlConfig, seed: int) -> list[str]:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_router_decides_alike_with_pruning_and_without(seed: int) -> None:
     config = ControlConfig(kernel=list(Kernel)[seed // 2], age_floor_s=1.0)
-    pruned = Pruned(config)
-    commands = driven(pruned, config, seed)
+    commands = driven(ForwardLp(config), config, seed)
     assert len(commands) > 60
-    assert pruned.told > 5
     assert commands == driven(Unpruned(config), config, seed)
 
 

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from service.control.kernels.admission import admit_by_best_margin
 from service.control.kernels.calendar import hold, left_tokens, with_others
 from service.control.kernels.descent import descend, price_tokens, reach_of_prices, scarce
 from service.control.kernels.ledger import left_steps
+from service.control.kernels.room import (
+    admit_in_order,
+    best_fit,
+    earliest_room,
+    fitting,
+    take_out,
+)
 from service.control.kernels.tokens import book_tokens, iteration_pace, note_pace
 
 if TYPE_CHECKING:
@@ -24,6 +32,12 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     book_tokens,
     note_pace,
     iteration_pace,
+    admit_by_best_margin,
+    admit_in_order,
+    take_out,
+    best_fit,
+    earliest_room,
+    fitting,
 )
 
 

@@ -15,7 +15,7 @@ and without `fastmath`, so that the same numbers give the same decision on every
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Generic, ParamSpec, TypeVar
+from typing import Any, Final, Generic, ParamSpec, TypeAlias, TypeVar
 
 from numba import njit, types
 
@@ -40,6 +40,9 @@ FLOATS_2D_OUT: Final = types.Array(FLOAT, 2, "A")
 FLOATS_3D_OUT: Final = types.Array(FLOAT, 3, "A")
 INTS_OUT: Final = types.Array(INT, 1, "A")
 BOOLS_OUT: Final = types.Array(BOOL, 1, "A")
+COLUMN: Final = types.UniTuple(FLOAT, 4)  # type: ignore[no-untyped-call]
+Column: TypeAlias = tuple[float, float, float, float]
+"""Start, steps, footprint and sequences of one column."""
 
 
 def dense(taken: types.Array) -> types.Array:

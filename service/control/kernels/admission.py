@@ -1,0 +1,412 @@
+"""3 controller, kernels of a decision: who starts where (assign.py says by which rule).
+
+All look-aheads are N buckets of q iterations from now; a bucket's right edge is (b + 1) q. What is
+free is (w, N) batch slots and (w, N) KV tokens of w workers. Columns start in the first bucket.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import types
+
+from service.control.columns import BoolArray, FloatArray, IntArray
+from service.control.kernels.compiled import (
+    BOOLS,
+    BOOLS_2D,
+    FLOAT,
+    FLOATS,
+    FLOATS_2D,
+    FLOATS_2D_OUT,
+    FLOATS_3D,
+    INT,
+    INTS,
+    Column,
+    kernel,
+    part,
+)
+
+ROUNDING = 1e-9
+"""More than sums of normalised prices are off."""
+STARTED = types.Array(INT, 2, "C")
+
+
+@kernel(
+    STARTED(
+        *(BOOLS, FLOATS, FLOATS),
+        *(FLOATS, FLOATS, FLOATS, FLOATS, INTS, INTS),
+        *(FLOATS, FLOATS, FLOATS_2D, FLOAT),
+        *(BOOLS_2D, FLOATS_3D, INTS, FLOATS, FLOATS_2D, FLOATS_2D),
+        *(FLOATS_2D_OUT, FLOATS_2D_OUT, FLOAT, INT, FLOAT, FLOAT),
+    )
+)
+def admit_by_best_margin(
+    asks: BoolArray,
+    reward: FloatArray,
+    least_cost: FloatArray,
+    start: FloatArray,
+    steps: FloatArray,
+    footprint: FloatArray,
+    sequences: FloatArray,
+    order: IntArray,
+    kind: IntArray,
+    prompt: FloatArray,
+    value: FloatArray,
+    waits: FloatArray,
+    waits_toll: float,
+    reach: BoolArray,
+    prices: FloatArray,
+    workers: IntArray,
+    liking: FloatArray,
+    extra: FloatArray,
+    toll: FloatArray,
+    batch: FloatArray,
+    kv: FloatArray,
+    q: float,
+    most: int,
+    floor: float,
+    alike: float,
+) -> IntArray:
+    """Start requests by decreasing best margin, each on its best worker that has room.
+
+    A request stands in a queue by a bound on its margin until it comes first. Then its margin is
+    worked out, and it stands by that. So few are looked at; the starts are those of a full pass.
+
+    Args:
+        asks: (n,) who asks.
+        reward: (n,) of starting.
+        least_cost: (n,) at most what it costs on whichever worker.
+        start: (n,) of the columns, in iterations.
+        steps: (n,) theirs.
+        footprint: (n,) theirs.
+        sequences: (n,) theirs.
+        order: (n,) rank by arrival.
+        kind: (n,) row of `reach`.
+        prompt: (n,) prompt tokens.
+        value: (n,) multiplies what waits for prompts cost.
+        waits: (3, w) as in delay.py, or (0, w) where workers are alike.
+        waits_toll: the toll of delay.py.
+        reach: (kinds, w) where a kind may go.
+        prices: (g, 2, L) of a batch slot and of a KV token on the first buckets.
+        workers: (w,) rows of `prices`.
+        liking: (w,) per free batch slot, breaks ties between workers.
+        extra: (n, w) in place of the waits where a request has any toll, or (0, w) for nothing.
+        toll: (n, w) taken from a margin for each start on the worker in this pass, or (0, w).
+        batch: (w, N) free batch slots; starts are taken out.
+        kv: (w, N) free KV tokens; likewise.
+        q: iterations per bucket.
+        most: how many may start.
+        floor: only margins above it start.
+        alike: margins within this share of a request's best count as its best.
+
+    Returns:
+        (k, 3) the starts in order: request, worker, and the worker it would have had by margins
+        without `extra` if only batch slots counted.
+    """
+    count, places = 0, workers.size
+    sums, low = _running_sums(prices, workers, q), _lows(batch, kv, q)
+    old_kv, old_low = kv.copy(), low.copy()
+    unswayed_free, starts_on = batch[:, 0].copy(), np.zeros(places, dtype=np.int64)
+    score = _bounds(asks, reward, least_cost, extra, waits)
+    queue = _queue(asks, score, order)
+    left, known = queue.size, np.zeros(asks.size, dtype=np.bool_)
+    plain, margin, delay, draws = np.empty((4, places))
+    started = np.empty((_most_starts(batch, min(most, left)), 3), dtype=np.int64)
+    while left and count < started.shape[0]:
+        row = queue[0]
+        column, may = (start[row], steps[row], footprint[row], sequences[row]), reach[kind[row]]
+        _price(plain, may, reward[row], column, sums, q, batch.shape[1], alike)
+        _delay(delay, draws, may, waits, value[row], prompt[row], waits_toll)
+        _draw(margin, draws, plain, delay, extra, toll, row, waits)
+        _keep_fitting(margin, floor, column, old_kv, old_low, q)
+        if not known[row]:
+            known[row], score[row] = True, _largest(margin)
+            left = _drop_first(queue, left) if score[row] == -np.inf else left
+        else:
+            _take_tolls(margin, draws, starts_on)
+            _keep_fitting(margin, -np.inf, column, kv, low, q)
+            worker = _preferred(margin, liking, batch[:, 0])
+            if worker >= 0:
+                _take(batch, kv, worker, column, 0, q)
+                _lows_of(low, batch, kv, worker, q)
+                started[count, 0], started[count, 1] = row, worker
+                started[count, 2] = _without(plain, delay, worker, liking, unswayed_free)
+                count += 1
+                starts_on[worker] += 1
+                if not _has_slot(batch):
+                    break
+            left = _drop_first(queue, left)
+        _sink(queue, left, 0, score, order)
+    return started[:count]
+
+
+@part
+def _asked(column: Column, buckets: int, q: float) -> tuple[int, float, float]:
+    """Last bucket of a column; its KV use there, and on an earlier one less what the edge adds."""
+    start, steps, footprint, sequences = column
+    end = min(start + steps, buckets * q)
+    last = max(math.ceil(end / q) - 1, 0)
+    level = sequences * (footprint - start)
+    return last, level, level + sequences * end
+
+
+@part
+def _fits(kv: FloatArray, low: FloatArray, g: int, column: Column, q: float) -> bool:
+    """Whether a column is within what is free on a worker, on all its buckets."""
+    last, level, peak = _asked(column, kv.shape[1], q)
+    several = column[3]
+    if not (several <= low[0, g, last] and peak <= kv[g, last]):
+        return False
+    if several == 1.0:
+        return bool(level <= low[1, g, last])
+    fits = True
+    for b in range(last):
+        fits = fits and bool(level <= kv[g, b] - several * ((b + 1) * q))
+    return fits
+
+
+@part
+def _lows(batch: FloatArray, kv: FloatArray, q: float) -> FloatArray:
+    """(2, w, N + 1) fewest batch slots up to a bucket; least KV less the edge before a bucket."""
+    low = np.empty((2, kv.shape[0], kv.shape[1] + 1))
+    for g in range(kv.shape[0]):
+        _lows_of(low, batch, kv, g, q)
+    return low
+
+
+@part
+def _lows_of(low: FloatArray, batch: FloatArray, kv: FloatArray, g: int, q: float) -> None:
+    slots = line = np.inf
+    for b in range(kv.shape[1]):
+        slots = min(slots, batch[g, b])
+        low[0, g, b], low[1, g, b] = slots, line
+        line = min(line, kv[g, b] - (b + 1) * q)
+    low[0, g, kv.shape[1]], low[1, g, kv.shape[1]] = slots, line
+
+
+@part
+def _take(batch: FloatArray, kv: FloatArray, g: int, column: Column, shift: int, q: float) -> None:
+    start, steps, footprint, sequences = column
+    start += shift * q
+    end = min(start + steps, kv.shape[1] * q)
+    last = math.ceil(end / q)
+    level = sequences * (footprint - start)
+    for b in range(shift, last):
+        batch[g, b] -= sequences
+        kv[g, b] -= level + sequences * ((b + 1) * q)
+    kv[g, last - 1] += sequences * (last * q - end)
+
+
+@part
+def _has_slot(batch: FloatArray) -> bool:
+    slots = 0
+    for g in range(batch.shape[0]):
+        slots += batch[g, 0] >= 1
+    return slots > 0
+
+
+@part
+def _most_starts(batch: FloatArray, most: int) -> int:
+    """How many can start at most, as each takes a slot now."""
+    slots = 0.0
+    for g in range(batch.shape[0]):
+        slots += max(batch[g, 0], 0.0)
+    return int(min(slots, most))
+
+
+@part
+def _running_sums(prices: FloatArray, workers: IntArray, q: float) -> FloatArray:
+    """(w, 4, L + 1) as `PrefixPrices.table`."""
+    reach = prices.shape[2]
+    sums = np.zeros((workers.size, 4, reach + 1))
+    for place in range(workers.size):
+        slot, token = prices[workers[place]]
+        for b in range(reach):
+            sums[place, 0, b + 1] = sums[place, 0, b] + slot[b]
+            sums[place, 1, b + 1] = sums[place, 1, b] + token[b]
+            sums[place, 2, b + 1] = sums[place, 2, b] + token[b] * ((b + 1) * q)
+            sums[place, 3, b] = token[b]
+    return sums
+
+
+@part
+def _price(
+    plain: FloatArray,
+    reach: BoolArray,
+    reward: float,
+    column: Column,
+    sums: FloatArray,
+    q: float,
+    buckets: int,
+    alike: float,
+) -> None:
+    """Reward less cost on each worker; -inf where the request may not go; levelled."""
+    _, steps, footprint, sequences = column
+    width, best = sums.shape[2], -np.inf
+    last = math.ceil(min(steps, buckets * q) / q)
+    end = min(steps, last * q)
+    stop, before = min(last, width - 1), min(last - 1, width - 1)
+    for g in range(plain.size):
+        plain[g] = -np.inf
+        if reach[g]:
+            cost = sums[g, 0, stop] + sums[g, 1, stop] * footprint
+            cost += sums[g, 2, before]
+            cost += sums[g, 3, before] * end
+            plain[g] = reward - cost * sequences
+            best = max(best, plain[g])
+    for g in range(plain.size):
+        if plain[g] >= best - alike * abs(best):
+            plain[g] = best
+
+
+@part
+def _bounds(
+    asks: BoolArray,
+    reward: FloatArray,
+    least_cost: FloatArray,
+    extra: FloatArray,
+    waits: FloatArray,
+) -> FloatArray:
+    """(n,) no margin of a request that asks is above its bound."""
+    bound = np.empty(asks.size)
+    for row in range(asks.size):
+        if asks[row]:
+            bound[row] = reward[row] - least_cost[row] + ROUNDING
+            if extra.shape[0]:
+                most = _largest(extra[row])
+                bound[row] += max(most, 0.0) if waits.shape[0] else most
+    return bound
+
+
+@part
+def _largest(values: FloatArray) -> float:
+    largest = -np.inf
+    for value in values:
+        largest = max(largest, value)
+    return largest
+
+
+@part
+def _delay(
+    delay: FloatArray,
+    toll: FloatArray,
+    reach: BoolArray,
+    waits: FloatArray,
+    value: float,
+    prompt: float,
+    waits_toll: float,
+) -> None:
+    """`delay.Delay` of a request."""
+    least = np.inf
+    for g in range(delay.size):
+        delay[g], toll[g] = 0.0, 0.0
+        if waits.shape[0]:
+            per_token = value * waits[0, g]
+            delay[g] = per_token * (prompt * waits[1, g] + waits[2, g])
+            toll[g] = per_token * prompt * waits_toll
+            least = min(least, delay[g]) if reach[g] else least
+    for g in range(delay.size):
+        delay[g] = delay[g] - least if reach[g] and waits.shape[0] else 0.0
+
+
+@part
+def _draw(
+    margin: FloatArray,
+    draws: FloatArray,
+    plain: FloatArray,
+    delay: FloatArray,
+    extra: FloatArray,
+    toll: FloatArray,
+    row: int,
+    waits: FloatArray,
+) -> None:
+    """What delays, or in their place caches, leave of a request's margins; and their toll."""
+    counted = extra.shape[0] > 0 and waits.shape[0] == 0
+    for g in range(toll.shape[1] if toll.shape[0] else 0):
+        counted = counted or toll[row, g] != 0.0
+    for g in range(plain.size):
+        margin[g] = plain[g] + extra[row, g] if counted else plain[g] - delay[g]
+        if counted:
+            draws[g] = toll[row, g] if toll.shape[0] else 0.0
+
+
+@part
+def _keep_fitting(
+    margin: FloatArray, floor: float, column: Column, kv: FloatArray, low: FloatArray, q: float
+) -> None:
+    for g in range(margin.size):
+        if not (margin[g] > floor and _fits(kv, low, g, column, q)):
+            margin[g] = -np.inf
+
+
+@part
+def _take_tolls(margin: FloatArray, toll: FloatArray, starts_on: IntArray) -> None:
+    for g in range(margin.size):
+        for _ in range(starts_on[g]):
+            margin[g] -= toll[g]
+
+
+@part
+def _preferred(margin: FloatArray, liking: FloatArray, free: FloatArray) -> int:
+    """Worker of the largest margin; liking x free, then the index, breaks ties; -1 for none."""
+    found, best, most_liked = -1, -np.inf, -np.inf
+    for g in range(margin.size):
+        liked = liking[g] * free[g]
+        if margin[g] > best or (found >= 0 and margin[g] == best and liked > most_liked):
+            found, best, most_liked = g, margin[g], liked
+    return found
+
+
+@part
+def _without(
+    plain: FloatArray, delay: FloatArray, worker: int, liking: FloatArray, free: FloatArray
+) -> int:
+    """Where a start on a worker had gone without caches; takes a slot of the (w,) free there."""
+    for g in range(plain.size):
+        plain[g] = plain[g] - delay[g] if free[g] >= 1 or g == worker else -np.inf
+    other = _preferred(plain, liking, free)
+    free[other] -= 1
+    return other
+
+
+@part
+def _queue(asks: BoolArray, score: FloatArray, tie: IntArray) -> IntArray:
+    """A heap of who asks: the largest score first, then the smallest tie."""
+    queue, size = np.empty(asks.size, dtype=np.int64), 0
+    for row in range(asks.size):
+        if asks[row]:
+            queue[size] = row
+            size += 1
+    for at in range(size // 2 - 1, -1, -1):
+        _sink(queue, size, at, score, tie)
+    return queue[:size]
+
+
+@part
+def _drop_first(queue: IntArray, size: int) -> int:
+    """Put the last in the place of the first, which is to sink from there; the new size."""
+    queue[0] = queue[size - 1]
+    return size - 1
+
+
+@part
+def _sink(queue: IntArray, size: int, at: int, score: FloatArray, tie: IntArray) -> None:
+    if at >= size:
+        return
+    row = queue[at]
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and _precedes(queue[child + 1], queue[child], score, tie):
+            child += 1
+        if not _precedes(queue[child], row, score, tie):
+            break
+        queue[at] = queue[child]
+        at = child
+    queue[at] = row
+
+
+@part
+def _precedes(one: int, other: int, score: FloatArray, tie: IntArray) -> bool:
+    equal = score[one] == score[other]
+    return bool(score[one] > score[other] or (equal and tie[one] < tie[other]))
