@@ -8,6 +8,7 @@ done.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -113,4 +114,4 @@ class Displacement:
 
 def _begin(worth: float) -> float:
     """Where the tier of a worth begins."""
-    return float(2.0 ** np.floor(np.log2(max(worth, LOWEST_VALUE))))
+    return math.ldexp(1.0, math.frexp(max(worth, LOWEST_VALUE))[1] - 1)

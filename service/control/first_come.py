@@ -40,7 +40,7 @@ class FirstComeWait:
         """
         self._view = view
         self._work = view.waiting.sequences * steps
-        self._wanted: BoolArray = np.asarray(view.waiting.reach.any(axis=0))
+        self._wanted: BoolArray = view.waiting.wanted
         self._total = float(self._work.sum())
         # The part of the waiting work that would wait there as well.
         self._waits = 1.0

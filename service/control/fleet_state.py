@@ -119,6 +119,8 @@ class FleetState:
         self._numbers: dict[str, FloatArray] = {}
         self._up: BoolArray = np.zeros(0, dtype=np.bool_)
         self._decodes: BoolArray = np.zeros(0, dtype=np.bool_)
+        # Everywhere true, while no engine has told of a queue.
+        self._no_queue: BoolArray | None = None
         self._model_rows: dict[str, BoolArray] = {}
         self._shapes: dict[str, Shapes] = {}
         self._rebuild()
@@ -292,8 +294,8 @@ class FleetState:
 
     def engine_queue_empty(self, now_s: float) -> BoolArray:
         """(g,) no recent report of requests waiting inside the engine."""
-        if not np.count_nonzero(self._numbers["engine_waiting"]):
-            return np.ones(len(self.workers), dtype=np.bool_)
+        if self._no_queue is not None:
+            return self._no_queue
         stale = now_s - self._numbers["reported_at_s"] > WAITING_TRUST_S
         return np.asarray((self._numbers["engine_waiting"] == 0) | stale)
 
@@ -318,6 +320,7 @@ class FleetState:
         self.decoders = sum(decodes)
         self._decodes = np.array(decodes, dtype=np.bool_)
         self._decodes.flags.writeable = False
+        self._see_queues()
         self._model_rows.clear()
         self._shapes.clear()
         self.version += 1
@@ -336,6 +339,15 @@ class FleetState:
             if name in LIMITS:
                 self._shapes.clear()
                 self.version += 1
+            if name == "engine_waiting":
+                self._see_queues()
+
+    def _see_queues(self) -> None:
+        """Look whether any engine told of requests that wait inside it."""
+        self._no_queue = None
+        if not np.count_nonzero(self._numbers["engine_waiting"]):
+            self._no_queue = np.ones(len(self.workers), dtype=np.bool_)
+            self._no_queue.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)

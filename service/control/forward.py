@@ -30,6 +30,7 @@ from service.control.columns import (
 )
 from service.control.config import ControlConfig
 from service.control.delay import Delay, Waits
+from service.control.kernels.queue import weigh
 from service.control.prices import History, PriceProblem, PriceSnapshot, PriceSolution, PriceSums
 from service.control.pricing import expected_arrivals, mean_prices, normalizer
 from service.control.published import kv_scale, scarcity
@@ -40,8 +41,6 @@ from service.control.sway import sway
 from service.control.tiers import TIERS_MAX, SeenArrivals, levels, startable, tiers
 from service.control.view import FleetView, Pair, View
 
-FEW = 8
-"""So many arrivals are quicker noted one by one."""
 OVERDUE_SHARE = 0.25
 """Starts of lower tiers' requests that waited age_bound_s, for each start of the others."""
 OVERDUE_CREDIT_MAX = 8.0
@@ -72,12 +71,11 @@ class ForwardLp:
         self._sum_prices(view)
         settled = self._standing.look(view, None if self._sums is None else self._sums.cheapest)
         waiting, prompt_steps = view.waiting, view.prompt_steps()
-        held_up = prompt_steps * waiting.prompt_tokens
         columns, worth = settled.columns, settled.worth
-        rewards = self._rewards(view, settled.rewards, held_up)
-        self._record(view, settled, rewards)
+        rewards = self._weigh(view, settled, prompt_steps)
         tier = tiers(waiting.value * waiting.discount) if waiting.shared else worth
         large = self._seen.largest(LARGE_SHARE, prompt_steps)
+        held_up = prompt_steps * waiting.prompt_tokens
         size = Size(settled.steps, settled.steps + held_up, large)
         bound_s = self._ageing.bound_s(view, tier, size)
         aged = view.age_s() >= bound_s
@@ -269,33 +267,37 @@ class ForwardLp:
             return np.zeros((columns.start.size, workers.size))
         return self._sums.of_workers(workers).cost_of_starts(columns)
 
-    def _record(self, view: View, settled: Settled, rewards: FloatArray) -> None:
-        """Remember every request once, the first time a decision sees it."""
-        new = (view.waiting.order > self._last_recorded).nonzero()[0]
-        if not new.size:
-            return
-        columns = settled.columns
-        self._seen.extend(view, new, settled.worth)
-        if new.size > FEW:
-            self._history.extend(columns.take(new), 0.0, np.maximum(rewards[new], 0.0))
-        else:
-            for row in new.tolist():
-                self._history.record(columns, 0.0, row, max(float(rewards[row]), 0.0))
-        self._last_recorded = max(view.waiting.order[new].tolist())
-
-    def _rewards(self, view: View, reward: FloatArray, held_up: FloatArray) -> FloatArray:
+    def _weigh(self, view: View, settled: Settled, prompt_steps: float) -> FloatArray:
         """(n,) normalised rewards of starting now, from those of [OLP] 3.1.
 
         Differs: [OLP] 3.1 counts a prefill as one iteration. Here the end-to-end time that it costs
         everybody on the worker is taken off, or long prompts with short answers go first. What is
         left may be below 0; a value then divides it, so that more of it is better there as well.
+
+        Every request is remembered once, the first time a decision sees it.
         """
-        weights, value = self._config.weights, view.waiting.value
-        if view.waiting.shared:
-            value = value * view.waiting.discount
-        reward = reward - (weights.e2e + weights.throughput) * held_up
-        weighted = np.where(reward < 0, reward / value, value * reward)
-        return np.asarray(weighted / normalizer(self._config))
+        waiting, weights = view.waiting, self._config.weights
+        rewards, new = np.empty(len(waiting)), np.empty(len(waiting), dtype=np.int64)
+        found = weigh(
+            waiting.order,
+            waiting.prompt_tokens,
+            waiting.value,
+            waiting.discount,
+            settled.rewards,
+            waiting.shared,
+            prompt_steps,
+            weights.e2e + weights.throughput,
+            normalizer(self._config),
+            self._last_recorded,
+            rewards,
+            new,
+        )
+        if found:
+            rows = new[:found]
+            self._seen.extend(view, rows, settled.worth)
+            self._history.extend(settled.columns, 0.0, rows, rewards)
+            self._last_recorded = max(waiting.order[rows].tolist())
+        return rewards
 
 
 def _prices(solution: PriceSolution | None, fleet: FleetView, horizon: Horizon) -> Usage:

@@ -57,6 +57,7 @@ class Kinds:
         self._due: set[int] = set()
         self._handed = 0
         self._reach: BoolArray = np.zeros((0, 0), dtype=np.bool_)
+        self._wanted: BoolArray = np.zeros(0, dtype=np.bool_)
         self._cut_off: BoolArray | None = None
         self._version = -1
 
@@ -94,6 +95,7 @@ class Kinds:
         if fleet.version != self._version or len(self._kinds) > self._reach.shape[0]:
             rows = max(FIRST_KINDS, 2 * len(self._kinds))
             self._reach = np.zeros((rows, len(fleet)), dtype=np.bool_)
+            self._wanted = np.zeros(len(fleet), dtype=np.bool_)
             self._version = fleet.version
             self._due = set(range(len(self._kinds)))
         if self._due:
@@ -103,6 +105,7 @@ class Kinds:
             held = np.array([kind is not None for kind in self._kinds], dtype=np.bool_)
             alone = held & ~self._reach[: len(self._kinds)].any(axis=1)
             self._cut_off = alone if alone.any() else None
+            self._wanted = np.asarray(self._reach[: len(self._kinds)].any(axis=0))
         return self._reach[: len(self._kinds)]
 
     def handed(self) -> BoolArray | None:
@@ -117,14 +120,18 @@ class Kinds:
         self.reach(fleet)
         return self._cut_off
 
-    def open_reach(self, fleet: FleetState, *, prefill_open: bool) -> BoolArray:
-        """(kinds, g) the same without workers that must wait for a prefill worker to have room."""
+    def open_reach(self, fleet: FleetState, *, prefill_open: bool) -> tuple[BoolArray, BoolArray]:
+        """(kinds, g) the same without workers that must wait for a prefill worker to have room.
+
+        And (g,) whether any kind reaches a worker.
+        """
         reach, decodes = self.reach(fleet), fleet.decodes()
         if not fleet.decoders:
-            return reach
+            return reach, self._wanted
         shut = {Route.AHEAD} if prefill_open else {Route.AHEAD, Route.SPLIT}
         rows = [kind is not None and kind.route in shut for kind in self._kinds]
-        return np.asarray(reach & ~(np.array(rows, dtype=np.bool_)[:, None] & decodes))
+        reach = np.asarray(reach & ~(np.array(rows, dtype=np.bool_)[:, None] & decodes))
+        return reach, np.asarray(reach.any(axis=0))
 
     @staticmethod
     def _row(kind: Kind | None, fleet: FleetState) -> BoolArray:

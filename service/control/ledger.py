@@ -130,7 +130,7 @@ class Ledger:
         rows = table.rows(decode_tokens)
         totals = np.fromiter(decode_tokens.values(), np.float64, rows.size)
         at, first, came = np.empty_like(rows), np.empty_like(rows), np.empty((2, rows.size))
-        worker, sequences, ahead_tokens, produced, seen_s = table.live(*PROGRESS)
+        worker, sequences, ahead_tokens, produced, seen_s = table.live(*PROGRESS).values()
         held = worker, sequences, ahead_tokens, produced, seen_s, self._kv_tokens
         firsts, lowest, highest = book_tokens(rows, totals, now_s, *held, at, came, first)
         self._pace.note(at, came, highest + 1)

@@ -19,6 +19,7 @@ from service.control.columns import (
     IntArray,
     Usage,
 )
+from service.control.kernels.arrivals import record_columns
 from service.control.kernels.descent import descend, price_tokens, reach_of_prices
 from service.control.spans import PrefixPrices
 
@@ -218,22 +219,21 @@ class History:
         self._next = (self._next + 1) % self._capacity
         self._size = min(self._size + 1, self._capacity)
 
-    def extend(self, columns: Columns, start: float, reward: FloatArray) -> None:
-        """Remember n columns that start at an absolute iteration, and their (n,) rewards."""
-        newest = max(0, reward.size - self._capacity)
-        at = (self._next + np.arange(newest, reward.size)) % self._capacity
-        rows = (
-            columns.worker,
-            np.full(reward.size, start),
-            columns.steps,
-            columns.footprint,
-            columns.sequences,
-            reward,
-        )
-        for kept, values in zip(self._rows, rows, strict=True):
-            kept[at] = values[newest:]
-        self._next = (self._next + reward.size) % self._capacity
-        self._size = min(self._size + reward.size, self._capacity)
+    def extend(self, columns: Columns, start: float, rows: IntArray, rewards: FloatArray) -> None:
+        """Remember some of n columns that start at an absolute iteration, and their rewards.
+
+        Args:
+            columns: n columns.
+            start: of those that are remembered.
+            rows: (m,) which.
+            rewards: (n,) those below 0 count as 0.
+        """
+        place = (self._next + max(0, rows.size - self._capacity)) % self._capacity
+        rows = rows[-self._capacity :]
+        steps, footprint, sequences = columns.steps, columns.footprint, columns.sequences
+        what = columns.worker, start, steps, footprint, sequences, rewards
+        self._next = record_columns(rows, *what, place, self._rows)
+        self._size = min(self._size + rows.size, self._capacity)
 
     def forget_before(self, keep: int) -> None:
         """Drop all but the newest `keep` columns (a rate shift made the rest stale)."""

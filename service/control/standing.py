@@ -8,17 +8,16 @@ made anew at each tick.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from service.control.columns import Columns, service_steps
+from service.control.columns import Columns
 from service.control.config import Kernel
+from service.control.kernels.queue import settle
 from service.control.pricing import waiting_reward
-from service.control.reward import StartTimes, start_reward
-from service.control.tiers import tiers
+from service.control.tiers import LOWEST_VALUE
 
 if TYPE_CHECKING:
     from service.control.columns import FloatArray, IntArray
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from service.control.view import View
 
 FIRST_ROWS = 64
-FEW = 8
-"""So many changed rows are quicker made one by one."""
 NOBODY = -1
 """A stamp that no request has."""
 
@@ -66,7 +63,7 @@ class Standing:
         self._cheapest: PrefixPrices | None = None
         self._stamp: IntArray = np.zeros(0, dtype=np.int64)
         self._worth: IntArray = np.zeros(0, dtype=np.int64)
-        # steps not rounded, steps, footprint, reward, cost; then what is always zero.
+        # What `settle` keeps; then what is always zero.
         self._numbers: FloatArray = np.zeros((6, 0))
         self._nowhere: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -81,12 +78,7 @@ class Standing:
         ground = (view.kernel, view.horizon, self._block_tokens(view))
         if ground != self._ground or n > self._stamp.size:
             self._begin(ground, n)
-        changed = (self._stamp[:n] != view.waiting.stamp).nonzero()[0]
-        if changed.size > FEW or not self._timeless:
-            self._make(view, changed)
-        else:
-            for row in changed.tolist():
-                self._make_one(view, row)
+        self._settle(view)
         steps, whole, footprint, rewards, cost, zeros = self._numbers[:, :n]
         columns = Columns(
             worker=self._nowhere[:n],
@@ -111,56 +103,28 @@ class Standing:
         self._worth, self._nowhere = np.zeros((2, size), dtype=np.int64)
         self._numbers = np.zeros((6, size))
 
-    def _make(self, view: View, rows: IntArray) -> None:
-        waiting = view.waiting
-        columns = view.columns(rows=rows)
-        value, length = waiting.value[rows], waiting.decode_tokens[rows]
-        made = self._numbers
-        made[0, rows] = service_steps(view.kernel, length)
-        made[1, rows] = columns.steps
-        made[2, rows] = columns.footprint
-        made[4, rows] = 0.0
-        self._worth[rows] = tiers(value)
-        self._stamp[rows] = waiting.stamp[rows]
-        if self._timeless:
-            times = StartTimes(
-                waited=length,
-                decode_tokens=length,
-                left=float(view.horizon.iterations),
-                e2e_bound=0.0,
-                ttft_bound=0.0,
-            )
-            made[3, rows] = start_reward(self._config.weights, times)
-
-    def _make_one(self, view: View, row: int) -> None:
-        """`_make` of one row in plain numbers, which is quicker while few rows change."""
+    def _settle(self, view: View) -> None:
+        """Make anew the rows of those who came, moved or changed."""
         waiting, weights = view.waiting, self._config.weights
-        length, prompt = float(waiting.decode_tokens[row]), float(waiting.prompt_tokens[row])
-        value, q = float(waiting.value[row]), float(view.horizon.bucket_iterations)
-        mixed = view.kernel is Kernel.MIXED
-        steps, footprint = (length + 1.0, prompt - 1.0) if mixed else (length, prompt)
-        whole, block = steps, self._block
-        if block <= 1 or q % block:
-            footprint += block - 1.0
-        else:
-            footprint = math.ceil(footprint / block) * block
-            whole = math.ceil(whole / q) * q
-        left = float(view.horizon.iterations)
-        reward = (
-            weights.throughput * min(length, left)
-            + weights.e2e * max(left - length, 0.0)
-            + weights.ttft * left
-            + weights.queries
+        settle(
+            waiting.stamp,
+            waiting.decode_tokens,
+            waiting.prompt_tokens,
+            waiting.kv_max,
+            waiting.value,
+            view.kernel is Kernel.MIXED,
+            self._block,
+            float(view.horizon.bucket_iterations),
+            float(view.horizon.iterations),
+            weights.throughput,
+            weights.e2e,
+            weights.ttft,
+            weights.queries,
+            LOWEST_VALUE,
+            self._stamp,
+            self._worth,
+            self._numbers,
         )
-        self._numbers[:5, row] = (
-            steps,
-            whole,
-            min(footprint, float(waiting.kv_max[row]) - whole),
-            reward,
-            0.0,
-        )
-        self._worth[row] = 0 if value == 1.0 else tiers(waiting.value[row : row + 1])[0]
-        self._stamp[row] = waiting.stamp[row]
 
     def _block_tokens(self, view: View) -> float:
         """The largest block; arrays of the fleet are never changed in place."""

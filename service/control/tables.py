@@ -43,10 +43,10 @@ class Table:
         """The live part of a column: a view, valid until the next add or remove."""
         return self._arrays[name][: len(self.keys)]
 
-    def live(self, *names: str) -> list[NDArray[Any]]:
-        """The live parts of some columns."""
+    def live(self, *names: str) -> dict[str, NDArray[Any]]:
+        """The live parts of some columns, by name and in this order."""
         arrays, n = self._arrays, len(self.keys)
-        return [arrays[name][:n] for name in names]
+        return {name: arrays[name][:n] for name in names}
 
     def take(self, rows: NDArray[np.int64] | slice) -> dict[str, NDArray[Any]]:
         """Some rows of every column; views when the rows are a slice."""

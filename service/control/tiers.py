@@ -20,8 +20,9 @@ from typing import Final
 import numpy as np
 
 from service.control.assign import NO_LIMIT
-from service.control.columns import BoolArray, FloatArray, IntArray, service_steps
-from service.control.config import Weights
+from service.control.columns import BoolArray, FloatArray, IntArray
+from service.control.config import Kernel, Weights
+from service.control.kernels.arrivals import note_arrivals, nth_most_work
 from service.control.view import View
 
 LOWEST_VALUE: Final = 2.0**-64
@@ -38,7 +39,7 @@ TINY: Final = 1e-300
 
 def tiers(value: FloatArray) -> IntArray:
     """(n,) tier of each value; a tier begins at twice the value where the one below began."""
-    return np.floor(np.log2(np.maximum(value, LOWEST_VALUE))).astype(np.int64)
+    return np.frexp(np.maximum(value, LOWEST_VALUE))[1].astype(np.int64) - 1
 
 
 def levels(tier: IntArray) -> list[int]:
@@ -76,7 +77,8 @@ class SeenArrivals:
         self._pool = np.zeros(capacity, dtype=np.int64)
         self._next = 0
         self._size = 0
-        self._largest: float | None = None
+        self._largest = 0.0
+        self._looked = False
         self._worker_ids: tuple[str, ...] = ()
         self._pools: dict[bytes, int] = {}
         self._members: list[BoolArray] = []
@@ -94,26 +96,25 @@ class SeenArrivals:
             self._pools, self._members = {}, [np.ones(len(view.fleet), dtype=np.bool_)]
             self._pool[:] = EVERYWHERE
         rows = rows[-self._tier.size :]
-        at = (self._next + np.arange(rows.size)) % self._tier.size
         waiting = view.waiting
-        steps, prompts = (
-            service_steps(view.kernel, waiting.decode_tokens[rows]),
-            waiting.prompt_tokens[rows],
-        )
-        self._numbers[:, at] = (
-            waiting.value[rows],
-            steps,
-            waiting.sequences[rows],
-            prompts + steps / 2,
-            prompts,
-        )
-        self._tier[at] = worth[rows]
         kinds = waiting.kind[rows].tolist()
         pools = {number: self._pool_of(waiting.reach[number]) for number in sorted(set(kinds))}
-        self._pool[at] = [pools[number] for number in kinds]
-        self._next = (self._next + rows.size) % self._tier.size
+        self._next = note_arrivals(
+            rows,
+            np.array([pools[number] for number in kinds], dtype=np.int64),
+            worth,
+            waiting.value,
+            waiting.decode_tokens,
+            waiting.sequences,
+            waiting.prompt_tokens,
+            1.0 if view.kernel is Kernel.MIXED else 0.0,
+            self._next,
+            self._numbers,
+            self._tier,
+            self._pool,
+        )
         self._size = min(self._size + rows.size, self._tier.size)
-        self._largest = None
+        self._looked = False
 
     def largest(self, share: float, prompt_steps: float) -> float:
         """Work that this share of the recorded arrivals does not exceed, in service steps.
@@ -126,11 +127,11 @@ class SeenArrivals:
         """
         if self._size * (1.0 - share) < 1.0:
             return math.inf
-        if self._largest is None:
-            place = max(0, math.ceil(share * self._size) - 1)
-            work = self._numbers[1, : self._size] + prompt_steps * self._numbers[4, : self._size]
-            work.partition(place)
-            self._largest = float(work[place])
+        if not self._looked:
+            nth = self._size - max(0, math.ceil(share * self._size) - 1)
+            last = self._largest
+            self._largest = nth_most_work(self._numbers, self._size, nth, prompt_steps, last)
+            self._looked = True
         return self._largest
 
     def knows_above(self, tier: int) -> bool:

@@ -21,6 +21,7 @@ from service.control.columns import (
     service_steps,
 )
 from service.control.config import Kernel
+from service.control.kernels.fleet import prompt_steps, startable_workers
 from service.control.prices import PriceSnapshot, PriceSolution
 from service.control.rate import RateShift
 
@@ -42,6 +43,7 @@ class Waiting:
         stamp: changes with whatever a row holds of a request, other than its kind and discount.
         kind: row of `reach`; requests of one model that avoid the same workers share a row.
         reach: (kinds, g) worker is up, serves the model, and was not just tried in vain.
+        wanted: (g,) somebody may go to the worker.
     """
 
     arrival_s: FloatArray
@@ -58,6 +60,7 @@ class Waiting:
     stamp: IntArray
     kind: IntArray
     reach: BoolArray
+    wanted: BoolArray
 
     def __len__(self) -> int:
         return int(self.arrival_s.size)
@@ -168,8 +171,7 @@ class View:
         fleet = self.fleet
         if self.kernel is Kernel.DECODE_ONLY or not len(fleet):
             return 0.0
-        busy = np.minimum(1.0 + fleet.outstanding, fleet.batch_limit)
-        return float(np.add.reduce(busy * fleet.prompt_s / fleet.step_s)) / len(fleet)
+        return prompt_steps(fleet.outstanding, fleet.batch_limit, fleet.prompt_s, fleet.step_s)
 
     def age_s(self) -> FloatArray:
         """(n,) seconds waited; those of a tenant over its share count less."""
@@ -190,10 +192,9 @@ class View:
         slot may become free within it: the look-ahead tells.
         """
         fleet = self.fleet
-        slot = (fleet.batch_limit - fleet.outstanding >= 1) | (fleet.lead > 0)
-        free = self.waiting.reach.any(axis=0) & slot
-        free &= fleet.engine_queue_empty
-        return np.asarray(free.nonzero()[0])
+        found = np.empty(len(fleet), dtype=np.int64)
+        held, wanted = (fleet.outstanding, fleet.batch_limit, fleet.lead), self.waiting.wanted
+        return found[: startable_workers(*held, wanted, fleet.engine_queue_empty, found)]
 
 
 class Policy(Protocol):

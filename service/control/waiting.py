@@ -16,6 +16,21 @@ from service.control.lengths import Forecast
 from service.control.tables import Table
 from service.control.view import Waiting
 
+SHOWN = (
+    "arrival_s",
+    "order",
+    "prompt_tokens",
+    "decode_tokens",
+    "kv_max",
+    "sequences",
+    "value",
+    "ttft_bound_s",
+    "e2e_bound_s",
+    "kind",
+    "stamp",
+)
+"""What a policy sees of each."""
+
 
 @dataclass(slots=True)
 class Entry:
@@ -101,6 +116,7 @@ class WaitingRoom:
             stamp=np.int64,
             body_bytes=np.float64,
         )
+        self._ones: FloatArray = np.ones(0)
         self._stamps = itertools.count()
         self._none_before_s = np.inf
         self._kinds = Kinds()
@@ -252,20 +268,13 @@ class WaitingRoom:
             discount: (n,) of their tenants; None where there is none.
             prefill_open: whether a prefill worker would take a prompt now.
         """
-        table = self._table
+        shared, n = discount is not None, len(self._table)
+        if discount is None:
+            if n > self._ones.size:
+                self._ones = np.ones(2 * n)
+                self._ones.flags.writeable = False
+            discount = self._ones[:n]
+        reach, wanted = self._kinds.open_reach(fleet, prefill_open=prefill_open)
         return Waiting(
-            arrival_s=table["arrival_s"],
-            order=table["order"],
-            prompt_tokens=table["prompt_tokens"],
-            decode_tokens=table["decode_tokens"],
-            kv_max=table["kv_max"],
-            sequences=table["sequences"],
-            value=table["value"],
-            ttft_bound_s=table["ttft_bound_s"],
-            e2e_bound_s=table["e2e_bound_s"],
-            kind=table["kind"],
-            stamp=table["stamp"],
-            discount=np.ones(len(table)) if discount is None else discount,
-            shared=discount is not None,
-            reach=self._kinds.open_reach(fleet, prefill_open=prefill_open),
+            **self._table.live(*SHOWN), discount=discount, shared=shared, reach=reach, wanted=wanted
         )

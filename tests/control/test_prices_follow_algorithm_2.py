@@ -372,6 +372,29 @@ def test_the_history_keeps_the_newest_columns_in_a_ring(
     assert sorted(tuple(map(float, row)) for row in rows) == sorted(naive)
 
 
+@pytest.mark.parametrize("sizes", [[1, 2], [3, 4], [9], [4, 1, 1, 7]])
+def test_columns_that_are_recorded_together_are_those_recorded_one_by_one(sizes: list[int]) -> None:
+    together, one_by_one = History(5), History(5)
+    for time, size in enumerate(sizes):
+        numbers = np.arange(4.0 * (size + 1)).reshape(4, -1) + 100.0 * time
+        start = np.zeros(size + 1)
+        columns = Columns(
+            worker=np.arange(size + 1),
+            start=start,
+            steps=numbers[0],
+            footprint=numbers[1],
+            sequences=numbers[2],
+        )
+        rows, rewards = np.arange(size)[::-1], numbers[3] - 50.0
+        together.extend(columns, float(time), rows, rewards)
+        for row in rows.tolist():
+            one_by_one.record(columns, float(time), row, max(0.0, float(rewards[row])))
+    assert together.columns(0.0)[1].tolist() == one_by_one.columns(0.0)[1].tolist()
+    for name in ("worker", "start", "steps", "footprint", "sequences"):
+        found, expected = (getattr(each.columns(1.0)[0], name) for each in (together, one_by_one))
+        assert found.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_that_look_at_few_buckets_are_whole_subgradient_steps_to_the_last_bit(
     seed: int,

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from service.control.kernels.admission import admit_by_best_margin
+from service.control.kernels.arrivals import note_arrivals, nth_most_work, record_columns
 from service.control.kernels.calendar import hold, left_tokens, with_others
 from service.control.kernels.descent import descend, price_tokens, reach_of_prices, scarce
+from service.control.kernels.fleet import prompt_steps, startable_workers
 from service.control.kernels.ledger import left_steps
+from service.control.kernels.queue import settle, weigh
 from service.control.kernels.room import (
     admit_in_order,
     best_fit,
@@ -38,6 +41,13 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     best_fit,
     earliest_room,
     fitting,
+    prompt_steps,
+    startable_workers,
+    settle,
+    weigh,
+    note_arrivals,
+    record_columns,
+    nth_most_work,
 )
 
 

@@ -8,7 +8,8 @@ user's cache folder or in NUMBA_CACHE_DIR); where nothing can be written it is c
 start.
 
 Two rules. A kernel calls nothing of another file: Numba's cache looks at a kernel's own file alone
-when it decides whether what it kept is still true. And a kernel adds up in the order of its loop
+when it decides whether what it kept is still true; nor does it call itself, as what is kept of
+such a loop crashes when it is read. And a kernel adds up in the order of its loop
 and without `fastmath`, so that the same numbers give the same decision on every machine.
 """
 

@@ -1,0 +1,118 @@
+"""3 controller, kernels of the fleet: what a tick asks of all workers at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numba
+import numpy as np
+
+from service.control.columns import BoolArray, FloatArray, IntArray
+from service.control.kernels.compiled import BOOLS, FLOAT, FLOATS, INT, INTS_OUT, kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+UNROLLED: Final = 8
+BLOCK: Final = 128
+DEEP: Final = 128
+"""More than there are halves to come in the sum of any array."""
+BOTH: Final = -1
+"""In place of a count: the two sums before are to be added."""
+
+
+def _block_sum(values: FloatArray, first: int, count: int) -> float:
+    """Sum of at most BLOCK values, in UNROLLED parts."""
+    total, end = 0.0, first + count
+    if count >= UNROLLED:
+        parts = values[first : first + UNROLLED].copy()
+        whole = end - count % UNROLLED
+        for at in range(first + UNROLLED, whole):
+            parts[(at - first) % UNROLLED] += values[at]
+        low = (parts[0] + parts[1]) + (parts[2] + parts[3])
+        total, first = low + ((parts[4] + parts[5]) + (parts[6] + parts[7])), whole
+    for at in range(first, end):
+        total += values[at]
+    return total
+
+
+_of_block: Callable[[FloatArray, int, int], float] = numba.njit()(_block_sum)
+
+
+def _pairwise_sum(values: FloatArray, count: int) -> float:
+    """Sum of the first values to the last bit as numpy forms it: by halves, down to blocks."""
+    if count <= BLOCK:
+        return _of_block(values, 0, count)
+    firsts, counts = np.empty(DEEP, dtype=np.int64), np.empty(DEEP, dtype=np.int64)
+    sums, summed, tasks = np.empty(DEEP), 0, 1
+    firsts[0], counts[0] = 0, count
+    while tasks > 0:
+        tasks -= 1
+        first, count = firsts[tasks], counts[tasks]
+        if count == BOTH:
+            summed -= 1
+            sums[summed - 1] += sums[summed]
+        elif count <= BLOCK:
+            sums[summed] = _of_block(values, first, count)
+            summed += 1
+        else:
+            half = count // 2
+            half -= half % UNROLLED
+            counts[tasks] = BOTH
+            firsts[tasks + 1], counts[tasks + 1] = first + half, count - half
+            firsts[tasks + 2], counts[tasks + 2] = first, half
+            tasks += 3
+    return float(sums[0])
+
+
+_sum: Callable[[FloatArray, int], float] = numba.njit()(_pairwise_sum)
+
+
+@kernel(FLOAT(FLOATS, FLOATS, FLOATS, FLOATS))
+def prompt_steps(
+    outstanding: FloatArray, batch_limit: FloatArray, prompt_s: FloatArray, step_s: FloatArray
+) -> float:
+    """Slot-iterations that a prompt token takes, mean over the workers.
+
+    Args:
+        outstanding: (g,) started sequences; one more is counted.
+        batch_limit: (g,) B_g.
+        prompt_s: (g,) seconds of a prompt token.
+        step_s: (g,) seconds of a decode iteration.
+    """
+    steps = np.empty(outstanding.size)
+    for g in range(outstanding.size):
+        busy = min(1.0 + outstanding[g], batch_limit[g])
+        steps[g] = busy * prompt_s[g] / step_s[g]
+    return _sum(steps, steps.size) / steps.size
+
+
+@kernel(INT(FLOATS, FLOATS, FLOATS, BOOLS, BOOLS, INTS_OUT))
+def startable_workers(
+    outstanding: FloatArray,
+    batch_limit: FloatArray,
+    lead: FloatArray,
+    wanted: BoolArray,
+    engine_queue_empty: BoolArray,
+    found: IntArray,
+) -> int:
+    """Find workers with a free slot now, or perhaps within their lead, that somebody may go to.
+
+    Args:
+        outstanding: (g,) started sequences.
+        batch_limit: (g,) B_g.
+        lead: (g,) iterations until what starts now decodes.
+        wanted: (g,) somebody may go there.
+        engine_queue_empty: (g,) nothing is known to wait inside the engine.
+        found: (g,) is filled, from the front, with their indices.
+
+    Returns:
+        How many there are.
+    """
+    count = 0
+    for g in range(outstanding.size):
+        slot = batch_limit[g] - outstanding[g] >= 1 or lead[g] > 0
+        if slot and wanted[g] and engine_queue_empty[g]:
+            found[count] = g
+            count += 1
+    return count
