@@ -16,6 +16,7 @@ import numpy as np
 from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.config import ControlConfig
 from service.control.first_come import FirstComeWait
+from service.control.kernels.queue import find_aged
 from service.control.tiers import levels
 from service.control.view import View
 
@@ -29,12 +30,13 @@ class Size:
 
     Attributes:
         steps: (n,) decode iterations.
-        work: (n,) slot-iterations, with those in which the prompt holds up everything else.
+        prompt_steps: slot-iterations in which a prompt token holds up everything else; with these
+            the steps are the work.
         large: only requests with more work than this may be spared.
     """
 
     steps: FloatArray
-    work: FloatArray
+    prompt_steps: float
     large: float
 
 
@@ -72,8 +74,8 @@ class AgeRule:
         self._spared: IntArray = np.zeros(0, dtype=np.int64)
         self._last_order: int | None = None
 
-    def bound_s(self, view: View, tier: IntArray, size: Size) -> FloatArray:
-        """(n,) the bound of each waiting request at this tick; infinity when switched off.
+    def aged(self, view: View, tier: IntArray, size: Size) -> BoolArray:
+        """(n,) which waiting requests have reached their bound at this tick.
 
         Args:
             view: the tick.
@@ -82,21 +84,15 @@ class AgeRule:
         """
         config = self._config
         if config.age_bound_s == 0:
-            return np.full(tier.size, math.inf)
+            return np.zeros(tier.size, dtype=np.bool_)
         if config.age_factor == 0:
-            return np.full(tier.size, config.age_bound_s)
+            return np.asarray(view.age_s() >= config.age_bound_s)
         self._turn(view)
-        first_come, found = FirstComeWait(view, size.steps), levels(tier)
-        if len(found) == 1:
-            bounds: FloatArray = np.full(tier.size, self._bound_s(found[0], first_come.of_all()))
-        else:
-            bounds = np.empty(tier.size)
-            for level in found:
-                wait_s = first_come.of(tier >= level)
-                bounds[tier == level] = self._bound_s(level, wait_s)
-        spared = self._spare(view, bounds, size)
-        bounds[spared] *= config.age_stretch
-        return np.minimum(bounds, config.age_bound_s)
+        first_come, found = FirstComeWait(view, size.steps, tier), levels(tier)
+        bounds_s = {level: self._bound_s(level, first_come.of(level)) for level in found[:-1]}
+        if found:
+            bounds_s[found[-1]] = self._bound_s(found[-1], first_come.of_all())
+        return self._late(view, tier, size, bounds_s)
 
     def _bound_s(self, level: int, wait_s: float) -> float:
         """The bound of a tier, where first come first served would make it wait so long now."""
@@ -123,17 +119,50 @@ class AgeRule:
         self._last_order = max(before, int(order.max()))
         self._new.arrivals += self._last_order - before
 
-    def _spare(self, view: View, bounds: FloatArray, size: Size) -> BoolArray | IntArray:
-        """Which waiting requests may wait longer: those of before, and new ones while some may."""
-        order = view.waiting.order
-        spared = np.isin(order, self._spared) if self._spared.size else np.zeros(order.size, bool)
+    def _late(
+        self, view: View, tier: IntArray, size: Size, bounds_s: dict[int, float]
+    ) -> BoolArray:
+        """(n,) who waited its tier's bound, or a longer one where it is spared, now as before."""
+        waiting, config, n = view.waiting, self._config, tier.size
+        aged = np.empty(n, dtype=np.bool_)
+        spared, asking = np.empty((2, n), dtype=np.int64)
+        kept, asked = find_aged(
+            waiting.order,
+            waiting.arrival_s,
+            waiting.discount,
+            waiting.shared,
+            view.now_s,
+            tier,
+            size.steps,
+            waiting.prompt_tokens,
+            size.prompt_steps,
+            size.large,
+            np.array(list(bounds_s), dtype=np.int64),
+            np.array(list(bounds_s.values())),
+            config.age_stretch,
+            config.age_bound_s,
+            self._spared,
+            aged,
+            spared,
+            asking,
+        )
+        chosen = self._chosen(view, size, asking[:asked]) if asked else asking[:0]
+        if chosen.size:
+            own_s = np.array([bounds_s[level] for level in tier[chosen].tolist()])
+            own_s = np.minimum(own_s * config.age_stretch, config.age_bound_s)
+            aged[chosen] = view.age_s()[chosen] >= own_s
+        if chosen.size or kept < self._spared.size:
+            self._spared = np.sort(waiting.order[np.append(spared[:kept], chosen)])
+        return aged
+
+    def _chosen(self, view: View, size: Size, asking: IntArray) -> IntArray:
+        """Rows of those who ask and may wait longer: the ones with the most work."""
         share = 1.0 - self._config.age_share
         allowed = share * (self._old.arrivals + self._new.arrivals)
         left = int(allowed - self._old.spared - self._new.spared)
-        if left > 0:
-            asking = np.flatnonzero((view.age_s() >= bounds) & (size.work > size.large) & ~spared)
-            chosen = asking[np.argsort(-size.work[asking], kind="stable")[:left]]
-            self._new.spared += chosen.size
-            spared[chosen] = True
-        self._spared = order[spared]
-        return spared
+        if left <= 0:
+            return asking[:0]
+        work = size.steps[asking] + size.prompt_steps * view.waiting.prompt_tokens[asking]
+        chosen = asking[np.argsort(-work, kind="stable")[:left]]
+        self._new.spared += chosen.size
+        return chosen

@@ -7,18 +7,38 @@ that lets short requests go first runs short ones, so more of that work waits he
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
-
-import numpy as np
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from service.control.config import Kernel
+from service.control.kernels.fleet import pace_of
+from service.control.kernels.queue import work_of
 
 if TYPE_CHECKING:
-    from service.control.columns import BoolArray, FloatArray
+    from service.control.columns import FloatArray, IntArray
     from service.control.view import View
 
-HEAD_UNUSED = 0.5
+LOWEST_TIER: Final = -(2**62)
+"""Below every tier."""
+HEAD_UNUSED: Final = 0.5
 """Part of what the head of the queue needs that is free but too little, while KV memory binds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Some of what waits, and the workers that it may go to.
+
+    Attributes:
+        steps: slot-iterations. workers: how many it may go to.
+        slots: of theirs that can be busy with it. steps_per_s: slot-iterations that these do.
+        prompts_s: seconds in which the prompts are computed.
+    """
+
+    steps: float
+    workers: float
+    slots: float
+    steps_per_s: float
+    prompts_s: float
 
 
 class FirstComeWait:
@@ -31,65 +51,64 @@ class FirstComeWait:
     computed one after the other, and hold up everything else on their worker.
     """
 
-    def __init__(self, view: View, steps: FloatArray) -> None:
+    def __init__(self, view: View, steps: FloatArray, tier: IntArray) -> None:
         """Take a tick.
 
         Args:
             view: the tick.
             steps: (n,) decode iterations of each waiting request.
+            tier: (n,) of value.
         """
-        self._view = view
-        self._work = view.waiting.sequences * steps
-        self._wanted: BoolArray = view.waiting.wanted
-        self._total = float(self._work.sum())
+        self._view, self._steps, self._tier = view, steps, tier
+        self._all = self._work_from(LOWEST_TIER)
         # The part of the waiting work that would wait there as well.
         self._waits = 1.0
-        if self._total > 0:
-            self._slots_of_all = self._slots(slice(None), self._total)
-            self._waits = max(0.0, 1.0 - self._owed() / self._total)
+        if self._all.steps > 0:
+            self._waits = max(0.0, 1.0 - self._owed() / self._all.steps)
 
     def of_all(self) -> float:
         """Seconds until all waiting requests have started; infinity where no worker is there."""
-        if self._total <= 0 or not len(self._view.fleet):
-            return 0.0
-        return self._wait_s(slice(None), self._total, self._slots_of_all)
+        return self._wait_s(self._all)
 
-    def of(self, rows: BoolArray) -> float:
-        """Seconds until some waiting requests have started; infinity where no worker is there."""
-        work = float(self._work[rows].sum())
-        if work <= 0 or not len(self._view.fleet):
-            return 0.0
-        return self._wait_s(rows, work, self._slots(rows, work))
+    def of(self, tier: int) -> float:
+        """The same for those of a tier and of higher ones alone."""
+        return self._wait_s(self._work_from(tier))
 
-    def _wait_s(self, rows: BoolArray | slice, work: float, slots: FloatArray) -> float:
-        steps_per_s = float((slots / self._view.fleet.step_s)[self._wanted].sum())
-        if steps_per_s <= 0:
-            return math.inf
-        return self._waits * work / steps_per_s + self._prompts_s(rows)
-
-    def _prompts_s(self, rows: BoolArray | slice) -> float:
-        """Seconds in which the prompts are computed, the workers side by side."""
-        view = self._view
-        if view.kernel is Kernel.DECODE_ONLY:
-            return 0.0
-        token_s = float(view.fleet.prompt_s[self._wanted].mean())
-        prompts = float(view.waiting.prompt_tokens[rows].sum())
-        return prompts * token_s / np.count_nonzero(self._wanted)
-
-    def _slots(self, rows: BoolArray | slice, total: float) -> FloatArray:
-        """(g,) slots that can be busy with some waiting requests, of some work in all."""
+    def _work_from(self, tier: int) -> _Work:
         waiting, fleet = self._view.waiting, self._view.fleet
-        work = self._work[rows]
-        prompt, decode = waiting.prompt_tokens[rows], waiting.decode_tokens[rows]
-        mean_kv = float((work * (prompt + decode / 2.0)).sum()) / total
-        needed = mean_kv + float((work * decode).sum()) / total / 2.0
-        usable = np.maximum(fleet.kv_capacity_tokens - HEAD_UNUSED * needed, 1.0)
-        return np.minimum(fleet.batch_limit, usable / max(mean_kv, 1.0))
+        tokens = waiting.prompt_tokens, waiting.decode_tokens
+        steps, kv, decoded, prompts = work_of(
+            waiting.sequences, self._steps, *tokens, self._tier, tier
+        )
+        if steps <= 0:
+            return _Work(0.0, 0.0, 0.0, 0.0, 0.0)
+        mean_kv = kv / steps
+        needed = mean_kv + decoded / steps / 2.0
+        workers, slots, steps_per_s, token_s = pace_of(
+            fleet.batch_limit,
+            fleet.kv_capacity_tokens,
+            fleet.step_s,
+            fleet.prompt_s,
+            waiting.wanted,
+            mean_kv,
+            HEAD_UNUSED * needed,
+        )
+        if self._view.kernel is Kernel.DECODE_ONLY or not workers:
+            return _Work(steps, workers, slots, steps_per_s, 0.0)
+        # Workers compute prompts side by side.
+        return _Work(steps, workers, slots, steps_per_s, prompts * token_s / workers)
+
+    def _wait_s(self, work: _Work) -> float:
+        if work.steps <= 0 or not len(self._view.fleet):
+            return 0.0
+        if work.steps_per_s <= 0:
+            return math.inf
+        return self._waits * work.steps / work.steps_per_s + work.prompts_s
 
     def _owed(self) -> float:
         """Slot-iterations that would run under first come first served, and wait here."""
-        view, wanted = self._view, self._wanted
-        if not view.usual_left_steps or not np.count_nonzero(wanted):
+        view = self._view
+        if not view.usual_left_steps or not self._all.workers:
             return 0.0
-        running = view.usual_left_steps * float(self._slots_of_all[wanted].sum())
-        return max(0.0, running - view.left_steps(wanted))
+        running = view.usual_left_steps * self._all.slots
+        return max(0.0, running - view.left_steps(view.waiting.wanted))

@@ -75,10 +75,7 @@ class ForwardLp:
         rewards = self._weigh(view, settled, prompt_steps)
         tier = tiers(waiting.value * waiting.discount) if waiting.shared else worth
         large = self._seen.largest(LARGE_SHARE, prompt_steps)
-        held_up = prompt_steps * waiting.prompt_tokens
-        size = Size(settled.steps, settled.steps + held_up, large)
-        bound_s = self._ageing.bound_s(view, tier, size)
-        aged = view.age_s() >= bound_s
+        aged = self._ageing.aged(view, tier, Size(settled.steps, prompt_steps, large))
         workers = view.open_workers()
         if not workers.size:
             return []

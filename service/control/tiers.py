@@ -23,6 +23,7 @@ from service.control.assign import NO_LIMIT
 from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.config import Kernel, Weights
 from service.control.kernels.arrivals import note_arrivals, nth_most_work
+from service.control.kernels.queue import extent
 from service.control.view import View
 
 LOWEST_VALUE: Final = 2.0**-64
@@ -44,9 +45,10 @@ def tiers(value: FloatArray) -> IntArray:
 
 def levels(tier: IntArray) -> list[int]:
     """The tiers that occur, highest first; mostly there is one."""
-    if tier.size and tier.min() == tier.max():
-        return [int(tier[0])]
-    return [int(level) for level in np.unique(tier)[::-1]]
+    if not tier.size:
+        return []
+    lowest, highest = extent(tier)
+    return [lowest] if lowest == highest else np.unique(tier)[::-1].tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

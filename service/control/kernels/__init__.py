@@ -8,9 +8,9 @@ from service.control.kernels.admission import admit_by_best_margin
 from service.control.kernels.arrivals import note_arrivals, nth_most_work, record_columns
 from service.control.kernels.calendar import hold, left_tokens, with_others
 from service.control.kernels.descent import descend, price_tokens, reach_of_prices, scarce
-from service.control.kernels.fleet import prompt_steps, startable_workers
+from service.control.kernels.fleet import pace_of, prompt_steps, startable_workers
 from service.control.kernels.ledger import left_steps
-from service.control.kernels.queue import settle, weigh
+from service.control.kernels.queue import extent, find_aged, settle, weigh, work_of
 from service.control.kernels.room import (
     admit_in_order,
     best_fit,
@@ -43,7 +43,11 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     fitting,
     prompt_steps,
     startable_workers,
+    pace_of,
     settle,
+    work_of,
+    extent,
+    find_aged,
     weigh,
     note_arrivals,
     record_columns,

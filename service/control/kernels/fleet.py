@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numba
 import numpy as np
+from numba import types
 
 from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.kernels.compiled import BOOLS, FLOAT, FLOATS, INT, INTS_OUT, kernel
@@ -13,6 +14,7 @@ from service.control.kernels.compiled import BOOLS, FLOAT, FLOATS, INT, INTS_OUT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+FOUR_FLOATS: Final = types.UniTuple(FLOAT, 4)  # type: ignore[no-untyped-call]
 UNROLLED: Final = 8
 BLOCK: Final = 128
 DEEP: Final = 128
@@ -116,3 +118,41 @@ def startable_workers(
             found[count] = g
             count += 1
     return count
+
+
+@kernel(FOUR_FLOATS(FLOATS, FLOATS, FLOATS, FLOATS, BOOLS, FLOAT, FLOAT))
+def pace_of(
+    batch_limit: FloatArray,
+    kv_capacity_tokens: FloatArray,
+    step_s: FloatArray,
+    prompt_s: FloatArray,
+    wanted: BoolArray,
+    mean_kv: float,
+    unused_tokens: float,
+) -> tuple[float, float, float, float]:
+    """What the wanted ones of (g,) workers can do side by side.
+
+    Args:
+        batch_limit: (g,) B_g.
+        kv_capacity_tokens: (g,) M_g.
+        step_s: (g,) seconds of a decode iteration.
+        prompt_s: (g,) seconds of a prompt token.
+        wanted: (g,) which count.
+        mean_kv: KV tokens of a sequence over its life.
+        unused_tokens: KV tokens of each worker that nobody can use.
+
+    Returns:
+        How many count; slots that can be busy; slot-iterations a second; the mean time of a prompt
+        token, 0 where none counts.
+    """
+    slots, rates, tokens_s = np.empty((3, batch_limit.size))
+    count = 0
+    for g in range(batch_limit.size):
+        if wanted[g]:
+            usable = max(kv_capacity_tokens[g] - unused_tokens, 1.0)
+            slots[count] = min(batch_limit[g], usable / max(mean_kv, 1.0))
+            rates[count] = slots[count] / step_s[g]
+            tokens_s[count] = prompt_s[g]
+            count += 1
+    token_s = _sum(tokens_s, count) / count if count else 0.0
+    return float(count), _sum(slots, count), _sum(rates, count), token_s

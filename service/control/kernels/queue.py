@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
-from service.control.columns import FloatArray, IntArray
+import numpy as np
+from numba import types
+
+from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.kernels.compiled import (
     BOOL,
+    BOOLS_OUT,
     FLOAT,
     FLOATS,
     FLOATS_2D_OUT,
@@ -17,6 +22,8 @@ from service.control.kernels.compiled import (
     kernel,
 )
 
+TWO_INTS: Final = types.UniTuple(INT, 2)  # type: ignore[no-untyped-call]
+FOUR_FLOATS: Final = types.UniTuple(FLOAT, 4)  # type: ignore[no-untyped-call]
 STEPS, WHOLE_STEPS, FOOTPRINT, REWARD, COST = range(5)
 """Rows of what is kept of a request while it waits."""
 
@@ -145,3 +152,117 @@ def weigh(
             new[found] = row
             found += 1
     return found
+
+
+@kernel(FOUR_FLOATS(FLOATS, FLOATS, FLOATS, FLOATS, INTS, INT))
+def work_of(
+    sequences: FloatArray,
+    steps: FloatArray,
+    prompt_tokens: FloatArray,
+    decode_tokens: FloatArray,
+    tier: IntArray,
+    lowest: int,
+) -> tuple[float, float, float, float]:
+    """Add up the work of the requests of some tiers; numbers of tokens are whole, sums exact.
+
+    Args:
+        sequences: (n,) slots.
+        steps: (n,) decode iterations.
+        prompt_tokens: (n,) s.
+        decode_tokens: (n,) o^.
+        tier: (n,) of value.
+        lowest: the lowest of the tiers that count.
+
+    Returns:
+        Work in slot-iterations; work x mean KV of a sequence over its life; work x decode tokens;
+        prompt tokens.
+    """
+    total, kv, decoded, prompts = 0.0, 0.0, 0.0, 0.0
+    for row in range(sequences.size):
+        if tier[row] >= lowest:
+            work = sequences[row] * steps[row]
+            total += work
+            kv += work * (prompt_tokens[row] + decode_tokens[row] / 2.0)
+            decoded += work * decode_tokens[row]
+            prompts += prompt_tokens[row]
+    return total, kv, decoded, prompts
+
+
+@kernel(TWO_INTS(INTS))
+def extent(tier: IntArray) -> tuple[int, int]:
+    """The lowest and the highest of (n,) tiers, n > 0."""
+    lowest = highest = tier[0]
+    for each in tier:
+        lowest, highest = min(lowest, each), max(highest, each)
+    return lowest, highest
+
+
+@kernel(
+    TWO_INTS(
+        *(INTS, FLOATS, FLOATS, BOOL, FLOAT, INTS, FLOATS, FLOATS, FLOAT, FLOAT),
+        *(INTS, FLOATS, FLOAT, FLOAT, INTS, BOOLS_OUT, INTS_OUT, INTS_OUT),
+    )
+)
+def find_aged(
+    order: IntArray,
+    arrival_s: FloatArray,
+    discount: FloatArray,
+    shared: bool,
+    now_s: float,
+    tier: IntArray,
+    steps: FloatArray,
+    prompt_tokens: FloatArray,
+    prompt_steps: float,
+    large: float,
+    levels: IntArray,
+    bounds_s: FloatArray,
+    stretch: float,
+    bound_max_s: float,
+    spared: IntArray,
+    aged: BoolArray,
+    still_spared: IntArray,
+    asking: IntArray,
+) -> tuple[int, int]:
+    """Find who waited its bound, and who would wait longer if it may.
+
+    Args:
+        order: (n,) rank by arrival.
+        arrival_s: (n,) seconds.
+        discount: (n,) what the tenants' shares leave of an age.
+        shared: whether discounts count.
+        now_s: the time.
+        tier: (n,) of value.
+        steps: (n,) decode iterations.
+        prompt_tokens: (n,) s.
+        prompt_steps: slot-iterations that a prompt token takes.
+        large: only requests with more work than this may be spared.
+        levels: (t,) the tiers that occur.
+        bounds_s: (t,) their bounds, seconds.
+        stretch: bounds of those who are spared are so many times as long.
+        bound_max_s: nobody's bound is longer.
+        spared: (m,) orders of those who were spared before, ascending.
+        aged: (n,) is filled: whether the bound is reached.
+        still_spared: (n,) is filled, from the front, with the rows of those who wait on.
+        asking: (n,) is filled, from the front, with those whom only being spared would keep back.
+
+    Returns:
+        How many are spared as before; how many ask.
+    """
+    kept, asked, level = 0, 0, 0
+    for row in range(order.size):
+        while levels[level] != tier[row]:
+            level = (level + 1) % levels.size
+        age_s = now_s - arrival_s[row]
+        if shared:
+            age_s *= discount[row]
+        bound_s = bounds_s[level]
+        at = np.searchsorted(spared, order[row]) if spared.size else 0
+        if at < spared.size and spared[at] == order[row]:
+            still_spared[kept] = row
+            kept += 1
+            bound_s *= stretch
+        elif age_s >= bound_s and steps[row] + prompt_steps * prompt_tokens[row] > large:
+            asking[asked] = row
+            asked += 1
+        aged[row] = age_s >= min(bound_s, bound_max_s)
+    return kept, asked
