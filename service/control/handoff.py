@@ -62,6 +62,7 @@ class Handoff:
         self._waiting = waiting
         self._ahead: dict[str, Entry] = {}
         self._full = False
+        self._at_once = Prelude()
         self._no_lead: FloatArray = np.zeros(0)
 
     def __len__(self) -> int:
@@ -115,8 +116,8 @@ class Handoff:
             long prompts would wait for ever behind short ones.
         """
         request = entry.request
-        if not self._fleet.decodes()[worker]:
-            return Prelude()
+        if not self._fleet.decoders or not self._fleet.decodes()[worker]:
+            return self._at_once
         if entry.route is Route.HANDED:
             self._pool.hand_over(request, now_s)
             return Prelude(handed=True)

@@ -185,11 +185,23 @@ class LengthPredictor:
 
     def _typical(self, pool: int) -> float:
         """Mean length of a pool, or the settings' quantile of it, in its own units."""
-        everybody = np.zeros(1, dtype=np.int64)
         if self._quantile:
+            everybody = np.zeros(1, dtype=np.int64)
             return float(self._quantiles(np.array([pool]), everybody, self._quantile)[0])
-        alive, work = self._blended(np.array([pool]), everybody)
-        return float(work[0] / alive[0])
+        return self._mean(pool)
+
+    def _mean(self, pool: int) -> float:
+        """Mean length of a pool that is shrunk to those above it: `_blended` in plain numbers."""
+        top = 1 if pool == 1 else 0
+        alive, work = float(self._alive[top, 0]), float(self._work[top, 0])
+        total = alive
+        for above in self._above[pool].tolist():
+            if above < 0:
+                break
+            own, weight = float(self._alive[above, 0]), PRIOR_WEIGHT / total
+            alive, work = own + weight * alive, float(self._work[above, 0]) + weight * work
+            total = own + PRIOR_WEIGHT
+        return work / alive
 
     def _quantiles(self, pool: IntArray, first: IntArray, level: float) -> FloatArray:
         """(n,) a quantile of each pool's lengths among those in cell `first` or later ones."""
@@ -211,7 +223,7 @@ class LengthPredictor:
         group = request.group
         if group and group not in self._pools:
             return []
-        octave = int(np.log2(max(request.prompt_tokens, 1)))
+        octave = max(request.prompt_tokens, 1).bit_length() - 1
         by_length = (group, request.fingerprint, octave)
         return [(group, request.fingerprint, -1), by_length] if request.fingerprint else [by_length]
 

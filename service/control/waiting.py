@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,7 +89,7 @@ def _column_size(entry: Entry, limits: Limits) -> tuple[int, int, float]:
     prompt = entry.request.prompt_tokens
     most = min(entry.request.sequences, limits.batch_limit, limits.room // (prompt + 1))
     sequences = max(1.0, most)
-    room = limits.room if np.isinf(limits.room) else limits.room // sequences
+    room = limits.room if math.isinf(limits.room) else limits.room // sequences
     decode = min(entry.forecast.decode_tokens, room - prompt)
     return int(sequences), int(decode), room
 

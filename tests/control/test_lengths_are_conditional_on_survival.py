@@ -195,6 +195,17 @@ def test_system_prompts_are_told_apart_and_shrunk_towards_their_group__spec_7_4(
     assert remaining(predictor, told(64, "summary"), 40) > 100
 
 
+@pytest.mark.parametrize("seen", [0, 1, 3, 400])
+def test_a_forecast_is_what_is_left_before_the_first_token(seen: int) -> None:
+    rng = np.random.default_rng(seen)
+    predictor = LengthPredictor(DEFAULT)
+    for prompt, length in rng.integers(1, 2000, (seen, 2)).tolist():
+        predictor.observe(told(prompt, str(prompt % 3)), length)
+    for prompt in (1, 7, 100, 1999):
+        one = told(prompt, str(prompt % 3))
+        assert predictor.forecast(one).decode_tokens == round(remaining(predictor, one, 0))
+
+
 def test_unique_system_prompts_cannot_fill_the_memory() -> None:
     predictor = LengthPredictor(DEFAULT)
     for i in range(2 * LEAVES_MAX):
