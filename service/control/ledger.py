@@ -215,14 +215,14 @@ class Ledger:
 
     def came(self, entry: Entry) -> None:
         """Learn from a request that arrived."""
-        self._usual.came(entry.decode_tokens)
+        self._usual.came(entry.decode_tokens, entry.sequences)
 
     def ended(self, entry: Entry, decode_tokens: int) -> None:
         """Learn from a request that came to its end by itself."""
-        self._usual.ended(entry.decode_tokens, decode_tokens)
+        self._usual.ended(entry.decode_tokens, decode_tokens, entry.sequences)
 
     def usual_left_steps(self) -> float:
-        """Iterations that a running request has left in any order of starts; 0: unknown."""
+        """Iterations that a busy slot has left on average in any order of starts; 0: unknown."""
         return self._usual.left_steps()
 
     def left_steps(self, workers: BoolArray) -> float:

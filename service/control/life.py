@@ -74,9 +74,10 @@ class Life:
         )
         fit_to_fleet(entry, self.fleet)
         self.tenants.place(entry, self.waiting.tenants, request.arrival_s)
-        self.ledger.came(entry)
         self.waiting.add(entry)
         unfit = self._unfit(entry)
+        if unfit is None:
+            self.ledger.came(entry)
         if self._is_full():
             return [self._make_place(entry, now_s, fits=unfit is None)]
         return [] if unfit is None else [self.refuse(request_id, *unfit)]

@@ -21,25 +21,27 @@ class UsualWork:
 
     def __init__(self) -> None:
         self._seen = 0.0
-        # Iterations of lives, and those left summed over them: of arrivals by their forecasts; of
-        # ended requests by their forecasts, and as they were.
+        # Slot-iterations of lives, and those left summed over them: of arrivals by their forecasts;
+        # of ended requests by their forecasts, and as they were.
         self._came = (0.0, 0.0)
         self._forecast = (0.0, 0.0)
         self._true = (0.0, 0.0)
 
-    def came(self, forecast: float) -> None:
-        """Learn from an arrival: its forecast decode tokens."""
+    def came(self, forecast: float, sequences: int = 1) -> None:
+        """Learn from an arrival: the forecast decode tokens of each of its sequences."""
         self._seen = MEMORY * self._seen + 1.0
-        self._came = _faded(self._came, forecast, forecast * forecast / 2.0)
+        slot_steps = sequences * forecast
+        self._came = _faded(self._came, slot_steps, slot_steps * forecast / 2.0)
 
-    def ended(self, forecast: float, decode_tokens: float) -> None:
-        """Learn from a request that came to its end by itself."""
-        both = min(decode_tokens, forecast)
-        self._forecast = _faded(self._forecast, forecast, forecast * forecast / 2.0)
-        self._true = _faded(self._true, decode_tokens, both * (forecast - both / 2.0))
+    def ended(self, forecast: float, decode_tokens: float, sequences: int = 1) -> None:
+        """Learn from a request that came to its end by itself, after so many of each sequence."""
+        both, slot_steps = min(decode_tokens, forecast), sequences * forecast
+        left = sequences * both * (forecast - both / 2.0)
+        self._forecast = _faded(self._forecast, slot_steps, slot_steps * forecast / 2.0)
+        self._true = _faded(self._true, sequences * decode_tokens, left)
 
     def left_steps(self) -> float:
-        """Iterations that a running request has left by its forecast, on average; 0: unknown."""
+        """Iterations that a busy slot has left by its forecast, on average; 0: unknown."""
         if self._seen < SEEN_MIN:
             return 0.0
         lives, left = self._came

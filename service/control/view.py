@@ -123,8 +123,8 @@ class View:
             cheaply.
         left_steps: slot-iterations that requests started on some (g,) workers have left by their
             forecasts.
-        usual_left_steps: iterations that a running request would have left on average, whatever the
-            order of starts; 0 while unknown.
+        usual_left_steps: iterations that a busy slot would have left on average, whatever the order
+            of starts; 0 while unknown.
         arrivals_per_s: measured arrival rate.
         cached: what workers hold of the waiting prompts; None where no prompt can be known again.
     """

@@ -1,9 +1,13 @@
 """What first come first served would make a newcomer wait, told from what waits and what runs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from service.control import ControlConfig, Refuse
 from service.control.usual_work import SEEN_MIN, UsualWork
+from tests.control.driving import ask, router_with, spec
 
 LENGTHS = [5, 8, 13, 40, 90, 300] * 4
 
@@ -57,3 +61,28 @@ def test_nothing_is_told_after_a_few_arrivals() -> None:
     usual.came(100)
     assert usual.left_steps() == pytest.approx(50.0)
     assert np.isfinite(usual.left_steps())
+
+
+def test_a_request_of_several_sequences_is_met_in_as_many_slots() -> None:
+    several, one_by_one = UsualWork(), UsualWork()
+    for index in range(400):
+        length, sequences = (10, 1) if index % 2 else (100, 4)
+        several.came(length, sequences)
+        several.ended(length, length / 2, sequences)
+        for _ in range(sequences):
+            one_by_one.came(length)
+            one_by_one.ended(length, length / 2)
+    assert several.left_steps() == pytest.approx(one_by_one.left_steps(), rel=0.03)
+
+
+def test_requests_that_can_never_run_are_no_work() -> None:
+    usual = []
+    for refused in (0, 40):
+        router = router_with(ControlConfig(), replace(spec("w0"), models=frozenset({"m"})))
+        for index in range(2 * int(SEEN_MIN)):
+            router.handle(ask(f"r{index}", model="m", decode_tokens_hint=100), 0.0)
+        for index in range(refused):
+            told = router.handle(ask(f"x{index}", model="none", decode_tokens_hint=9000), 0.0)
+            assert [type(command) for command in told] == [Refuse]
+        usual.append(router._ledger.usual_left_steps())
+    assert usual[0] == usual[1] > 0
