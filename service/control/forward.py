@@ -205,13 +205,15 @@ class ForwardLp:
         settings, fleet, horizon = self._config.prices, view.fleet, view.horizon
         self._refreshes += 1
         seed = self._config.seed + self._refreshes
-        history, rewards = self._history.columns(0.0)
+        recorded = self._history.frozen()
         capacity, warm, arrivals = view.capacity(), self._solution, expected_arrivals(view)
         occupancy = view.frozen_occupancy(horizon, 0.0)
 
         def problem() -> PriceProblem:
-            used, scale = occupancy(), kv_scale(fleet.kv_capacity_tokens)
-            residual = Usage(batch=capacity.batch - used.batch, kv=capacity.kv - used.kv)
+            residual, scale = occupancy(), kv_scale(fleet.kv_capacity_tokens)
+            np.subtract(capacity.batch, residual.batch, out=residual.batch)
+            np.subtract(capacity.kv, residual.kv, out=residual.kv)
+            history, rewards = recorded(0.0)
             spread = np.random.default_rng(seed).uniform(0.0, horizon.iterations, rewards.size)
             return PriceProblem(
                 horizon=horizon,

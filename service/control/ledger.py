@@ -283,9 +283,7 @@ class Ledger:
         """
         everyone = np.arange(len(fleet))
         self._look(frame)
-        now = self._occupancy
-        kept = Occupancy.empty(frame) if now.all_stale() else now.copy()
-        due = now.are_stale(everyone)
+        kept, due = self._occupancy.copy(frame), self._occupancy.are_stale(everyone)
         started = self._started(fleet, now_s, frame).frozen() if due else None
         foreign = fleet.array("foreign_active"), fleet.array("foreign_kv")
 

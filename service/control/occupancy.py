@@ -60,19 +60,13 @@ class Occupancy:
         self._stale: BoolArray = np.zeros(0, dtype=np.bool_)
         self._late: BoolArray = np.zeros(0, dtype=np.bool_)
 
-    @classmethod
-    def empty(cls, frame: Frame) -> Occupancy:
-        """Rows that are all to be made, under a frame."""
-        made = cls()
-        made.enter(frame)
-        return made
-
-    def copy(self) -> Occupancy:
-        """The same rows, to be kept while these move on."""
+    def copy(self, frame: Frame) -> Occupancy:
+        """The rows under a frame, to be kept while these move on; few are sooner made again."""
         other = Occupancy()
-        other._frame = self._frame
-        other._usage = Usage(batch=self._usage.batch.copy(), kv=self._usage.kv.copy())
-        other._stale, other._late = self._stale.copy(), self._late.copy()
+        other.enter(frame)
+        if 2 * np.count_nonzero(self._stale) < self._stale.size:
+            other._usage = Usage(batch=self._usage.batch.copy(), kv=self._usage.kv.copy())
+            other._stale, other._late = self._stale.copy(), self._late.copy()
         return other
 
     def enter(self, frame: Frame) -> None:
@@ -81,8 +75,10 @@ class Occupancy:
             return
         workers = frame.block_tokens.size
         self._frame = frame
-        if self._usage.batch.shape != (workers, frame.horizon.buckets):
-            self._usage = Usage.zeros(workers, frame.horizon)
+        shape = (workers, frame.horizon.buckets)
+        if self._usage.batch.shape != shape:
+            # What is stale is made before anybody looks.
+            self._usage = Usage(batch=np.empty(shape), kv=np.empty(shape))
         self._stale = np.ones(workers, dtype=np.bool_)
         self._late = np.zeros(workers, dtype=np.bool_)
 
@@ -106,10 +102,6 @@ class Occupancy:
     def are_stale(self, workers: IntArray) -> bool:
         """Whether some workers' rows, or one of them, must be made."""
         return bool(self._stale[workers].any())
-
-    def all_stale(self) -> bool:
-        """Whether no row is of any use."""
-        return bool(self._stale.all())
 
     def make(self, workers: IntArray, started: Started) -> None:
         """Make the stale ones of some workers' rows."""

@@ -43,9 +43,10 @@ class PriceSums:
     def of(prices: Usage, kv_scale: float, horizon: Horizon) -> PriceSums:
         """Sum up the least of (g, N) normalised prices."""
         reach = reach_of_prices(prices.batch, prices.kv, kv_scale)
-        per_token, least = np.empty((len(prices.batch), 2, reach)), np.zeros((1, 2, reach))
-        price_tokens(prices.batch, prices.kv, kv_scale, per_token, least)
-        return PriceSums(prices, per_token, horizon, PrefixPrices.stacked(least, horizon))
+        per_token, least = np.empty((len(prices.batch), 2, reach)), np.zeros((4, reach + 1))
+        q = float(horizon.bucket_iterations)
+        price_tokens(prices.batch, prices.kv, kv_scale, q, per_token, least)
+        return PriceSums(prices, per_token, horizon, PrefixPrices(horizon, least[None]))
 
     def of_workers(self, workers: IntArray) -> PrefixPrices:
         """Those of w workers, in the order given; a decision asks for few."""
@@ -249,12 +250,20 @@ class History:
 
     def columns(self, origin: float) -> tuple[Columns, FloatArray]:
         """All recorded columns relative to a look-ahead that begins at `origin`, and rewards."""
+        return self.frozen()(origin)
+
+    def frozen(self) -> Callable[[float], tuple[Columns, FloatArray]]:
+        """What `columns` gives now, to be worked out later in any thread."""
         worker, start, steps, footprint, sequences, reward = self._rows[:, : self._size].copy()
-        columns = Columns(
-            worker=worker.astype(np.int64),
-            start=start - origin,
-            steps=steps,
-            footprint=footprint,
-            sequences=sequences,
-        )
-        return columns, reward
+
+        def columns(origin: float) -> tuple[Columns, FloatArray]:
+            relative = Columns(
+                worker=worker.astype(np.int64),
+                start=start - origin,
+                steps=steps,
+                footprint=footprint,
+                sequences=sequences,
+            )
+            return relative, reward
+
+        return columns

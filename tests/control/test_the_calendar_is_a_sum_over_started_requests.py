@@ -26,7 +26,8 @@ class Case:
 
     def rows(self, workers: np.ndarray) -> Usage:
         """What the kernel says of some workers."""
-        occupancy = Occupancy.empty(self.started.frame)
+        occupancy = Occupancy()
+        occupancy.enter(self.started.frame)
         occupancy.make(workers, self.started)
         return occupancy.plus(workers, NOBODY, NOBODY)
 

@@ -93,7 +93,7 @@ def kernel(signature: object) -> Callable[[Callable[P, R]], Kernel[P, R]]:
 
 def part(function: Callable[P, R]) -> Callable[P, R]:
     """Make a step of a function, for the kernels of its own file alone."""
-    made: Callable[P, R] = njit(nogil=True)(function)
+    made: Callable[P, R] = njit(nogil=True, forceinline=True)(function)
     return made
 
 

@@ -269,23 +269,30 @@ def reach_of_prices(batch: FloatArray, kv: FloatArray, kv_scale: float) -> int:
     return reach
 
 
-@kernel(
-    NOTHING(
-        *(dense(FLOATS_2D), dense(FLOATS_2D), FLOAT, dense(FLOATS_3D_OUT), dense(FLOATS_3D_OUT))
-    )
-)
+@kernel(NOTHING(*SCARCE, FLOAT, FLOAT, dense(FLOATS_3D_OUT), dense(FLOATS_2D_OUT)))
 def price_tokens(
-    batch: FloatArray, kv: FloatArray, kv_scale: float, per_token: FloatArray, least: FloatArray
+    batch: FloatArray,
+    kv: FloatArray,
+    kv_scale: float,
+    q: float,
+    per_token: FloatArray,
+    sums: FloatArray,
 ) -> None:
-    """Put prices per batch slot and per KV token into (g, 2, L), and the least into (1, 2, L)."""
+    """Put prices per batch slot and per KV token into (g, 2, L); the sums of the least into `sums`.
+
+    `sums` is (4, L + 1), of one worker that is nowhere dearer than any other.
+    """
+    reach = per_token.shape[2]
+    least = np.zeros((2, 1, reach))
     for g in range(batch.shape[0]):
-        for bucket in range(per_token.shape[2]):
+        for bucket in range(reach):
             slot, token = batch[g, bucket], kv[g, bucket] * kv_scale
             per_token[g, 0, bucket], per_token[g, 1, bucket] = slot, token
             if g == 0 or slot < least[0, 0, bucket]:
                 least[0, 0, bucket] = slot
-            if g == 0 or token < least[0, 1, bucket]:
-                least[0, 1, bucket] = token
+            if g == 0 or token < least[1, 0, bucket]:
+                least[1, 0, bucket] = token
+    _sum_prices(least[0], least[1], 0, reach, (1.0, q), sums)
 
 
 @kernel(NOTHING(*SCARCE, FLOAT, FLOAT, FLOAT, *PRICES))
