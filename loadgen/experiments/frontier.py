@@ -136,7 +136,7 @@ def _report(scale: Scale, yardsticks: Sequence[Yardstick], results: Results) -> 
             "the pace of a full batch, which is slower than the batches that fit, so 1.05 is "
             "about 0.97 of what can be had",
             "age guard": "central_shortest_first with a fixed bound; forward with age_factor times "
-            "the longest recent first-come wait",
+            "the first-come wait that nearly all recent requests would have stayed within",
         },
         seeds=scale.seeds,
         tables=tuple(_table(item, results) for item in yardsticks),

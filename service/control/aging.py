@@ -19,7 +19,11 @@ from service.control.first_come import FirstComeWait
 from service.control.kernels.queue import find_aged
 from service.control.tiers import levels
 from service.control.view import View
+from service.control.wait_tally import WaitTally, within_s
 
+BEYOND = 2.0
+"""Requests that first come first served would let wait longer than the bound, for each that is
+spared: who reaches its bound still waits for a slot, and for those who reached theirs before."""
 LARGE_SHARE = 0.95
 """Requests with no more work than this share of the recent arrivals are never spared."""
 
@@ -46,12 +50,12 @@ class _Period:
 
     Attributes:
         began_s: when it began.
-        peak_s: the longest first-come-first-served wait, by tier.
+        waits: what newcomers would have waited first come first served, by tier.
         arrivals: requests that came. spared: requests that were let wait beyond their bound.
     """
 
     began_s: float
-    peak_s: dict[int, float] = field(default_factory=dict)
+    waits: dict[int, WaitTally] = field(default_factory=dict)
     arrivals: int = 0
     spared: int = 0
 
@@ -59,8 +63,11 @@ class _Period:
 class AgeRule:
     """The wait after which a request goes first among its tier, oldest first.
 
-    bound = age_factor x the longest recent first-come-first-served wait of the tier and those
-    above it, at least age_floor_s. What is recent lies between one and two times age_memory_s back.
+    bound = age_factor x the first-come-first-served wait of the tier and those above it that all
+    but BEYOND x (1 - age_share) of the recent arrivals would have stayed within, at least
+    age_floor_s. What is recent lies between one and two times age_memory_s back. The longest wait
+    would be more than the p99 that first come first served gives, and p99 would end up there: a
+    queue of many starts at its bound.
 
     A start out of turn costs a slot for a whole life, so the requests with the most work cost most,
     and a p99 does not see one in a hundred. So of the recent arrivals a share of 1 - age_share may
@@ -73,6 +80,8 @@ class AgeRule:
         self._old, self._new = _Period(-math.inf), _Period(-math.inf)
         self._spared: IntArray = np.zeros(0, dtype=np.int64)
         self._last_order: int | None = None
+        self._came = 0
+        self._within_s: dict[int, float] = {}
 
     def aged(self, view: View, tier: IntArray, size: Size) -> BoolArray:
         """(n,) which waiting requests have reached their bound at this tick.
@@ -96,11 +105,16 @@ class AgeRule:
 
     def _bound_s(self, level: int, wait_s: float) -> float:
         """The bound of a tier, where first come first served would make it wait so long now."""
-        newest_s = self._new.peak_s.get(level, 0.0)
-        if math.isfinite(wait_s):  # else no worker is there now, which says nothing of waits
-            newest_s = self._new.peak_s[level] = max(newest_s, wait_s)
-        peak_s = max(newest_s, self._old.peak_s.get(level, 0.0))
-        return max(self._config.age_factor * peak_s, self._config.age_floor_s)
+        config, waits = self._config, self._new.waits.setdefault(level, WaitTally())
+        if self._came and math.isfinite(wait_s):
+            # Where no worker is there now, that says nothing of waits.
+            waits.note(wait_s, self._came)
+            self._within_s.pop(level, None)
+        if level not in self._within_s:
+            tallies = [waits, self._old.waits[level]] if level in self._old.waits else [waits]
+            share = max(0.0, 1.0 - BEYOND * (1.0 - config.age_share))
+            self._within_s[level] = within_s(share, tallies)
+        return max(config.age_factor * self._within_s[level], config.age_floor_s)
 
     def _turn(self, view: View) -> None:
         """Begin a new period when the last one is full; count who came."""
@@ -109,15 +123,20 @@ class AgeRule:
             recent = passed_s < 2.0 * self._config.age_memory_s
             self._old = self._new if recent else _Period(-math.inf)
             self._new = _Period(view.now_s)
+            self._within_s.clear()
         if view.now_s - self._old.began_s >= 2.0 * self._config.age_memory_s:
+            if self._old.waits:
+                self._within_s.clear()
             self._old = _Period(-math.inf)
         order = view.waiting.order
+        self._came = 0
         if not order.size:
             return
         # A rule that begins in a running service has seen none of those who came before.
         before = int(order.min()) - 1 if self._last_order is None else self._last_order
         self._last_order = max(before, int(order.max()))
-        self._new.arrivals += self._last_order - before
+        self._came = self._last_order - before
+        self._new.arrivals += self._came
 
     def _late(
         self, view: View, tier: IntArray, size: Size, bounds_s: dict[int, float]

@@ -271,14 +271,15 @@ class ControlConfig:
             experiments; otherwise the look-ahead rolls, T = k + H - 1. Only for PUBLISHED.
         age_bound_s: a request that waited this long goes first, oldest first; 0 switches it off.
         age_factor: online_lp's forward variant lets a request go first after this many times the
-            wait that first come first served would have had at worst of late; smaller spares the
-            tail, larger the mean; 0 leaves age_bound_s alone.
+            wait that first come first served would have given at most, of late, to all but twice
+            the share that age_share leaves; smaller spares the tail, larger the mean; 0 leaves
+            age_bound_s alone.
         age_floor_s: that relative bound is never shorter than this.
         age_share: share of the recent requests that this relative bound protects; of those that
             reach it, the ones with the most work are left out.
         age_stretch: those left out wait this many times as long.
-        age_memory_s: how long the longest recent wait and the number of requests are remembered, at
-            least; at most twice as long.
+        age_memory_s: how long the waits and the number of recent requests are remembered, at least;
+            at most twice as long.
         queue_max: most requests that may wait.
         displace: a full queue refuses the newest of those in its lowest tier of value instead of a
             newcomer of a higher one, as online_lp starts the higher one first in any case; off

@@ -28,12 +28,13 @@ CONFIG = ControlConfig(
 )
 
 
-def _busy(config: ControlConfig) -> Router:
+def _busy(config: ControlConfig, router: Router | None = None) -> Router:
     """One worker of one slot at 0.01 s a token, taken; ten requests of 100 tokens wait.
 
     Their decode work is 1,000 tokens, so draining them takes 10 s.
     """
-    router = router_with(config, spec("w0", batch_limit=1, kv=10**6, iteration_s=0.01))
+    if router is None:
+        router = router_with(config, spec("w0", batch_limit=1, kv=10**6, iteration_s=0.01))
     router.handle(ask("first", decode_tokens_hint=50), 0.0)
     assert starts(router.tick(0.0)) == [("first", "w0")]
     for index in range(10):
@@ -111,6 +112,25 @@ def test_what_waits_because_less_runs_than_usual_does_not_count(now_s: float, fi
     router.handle(ask("short", now_s, decode_tokens_hint=1), now_s)
     router.handle(Left("running0", Outcome.CANCELLED, None), now_s)
     assert starts(router.tick(now_s))[0][0] == first
+
+
+@pytest.mark.parametrize(
+    ("age_share", "first"),
+    [
+        pytest.param(0.95, "short", id="10 of 71 are more than twice a twentieth: 10 s"),
+        pytest.param(0.9, "long0", id="but fewer than twice a tenth: hardly any wait"),
+    ],
+)
+def test_a_backlog_that_few_would_have_met_is_no_bound_for_them(
+    age_share: float, first: str
+) -> None:
+    config = replace(CONFIG, age_share=age_share)
+    router = router_with(config, spec("w0", batch_limit=1, kv=10**6, iteration_s=0.01))
+    for index in range(60):
+        router.handle(ask(f"at once{index}", decode_tokens_hint=1), 0.0)
+        router.tick(0.0)
+        router.handle(Left(f"at once{index}", Outcome.COMPLETED, 1), 0.0)
+    assert _who_is_next(_busy(config, router), 4.0) == first
 
 
 def test_ageing_can_be_switched_off() -> None:
