@@ -157,12 +157,9 @@ class ForwardLp:
 
     def _offer(self, view: View, room: Room) -> Offer:
         """What the open workers offer, with prices, waits for prompts, and caches."""
-        offer = replace(room.offer(), waits=Waits.of(view, self._config, room.workers))
-        if self._sums is not None:
-            offer = replace(offer, prices=self._sums.per_token)
-        if room.sway is not None:
-            offer = replace(offer, extra=room.sway.reward, toll=room.sway.toll)
-        return offer
+        prices = None if self._sums is None else self._sums.per_token
+        waits = Waits.of(view, self._config, room.workers)
+        return room.offer(prices, waits, swayed=True)
 
     def _start_alone(
         self, view: View, columns: Columns, rewards: FloatArray, workers: IntArray

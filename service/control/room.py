@@ -14,7 +14,8 @@ from service.control.assign import Offer
 from service.control.residual import Residual
 
 if TYPE_CHECKING:
-    from service.control.columns import BoolArray, Columns, IntArray
+    from service.control.columns import BoolArray, Columns, FloatArray, IntArray
+    from service.control.delay import Waits
     from service.control.sway import Sway
     from service.control.view import View
 
@@ -42,16 +43,26 @@ class Room:
         self._started: list[tuple[int, int]] = []
         self._fleet: Residual | None = None
 
-    def offer(self) -> Offer:
-        """What the open workers offer by themselves: no prices, no waits, no caches."""
+    def offer(
+        self, prices: FloatArray | None = None, waits: Waits | None = None, *, swayed: bool = False
+    ) -> Offer:
+        """What the open workers offer; nothing costs anything unless said otherwise.
+
+        Args:
+            prices: (g, 2, L) of a batch slot and of a KV token.
+            waits: for prompts.
+            swayed: whether what they have cached counts.
+        """
         fleet, nothing = self._view.fleet, np.zeros((0, self.workers.size))
+        cached = self.sway if swayed else None
         return Offer(
             reach=self._view.waiting.reach[:, self.workers],
             liking=1.0 / fleet.batch_limit[self.workers],
-            prices=np.zeros((len(fleet), 2, 0)),
+            prices=np.zeros((len(fleet), 2, 0)) if prices is None else prices,
             workers=self.workers,
-            extra=nothing,
-            toll=nothing,
+            extra=nothing if cached is None else cached.reward,
+            toll=nothing if cached is None else cached.toll,
+            waits=waits,
         )
 
     def start(self, columns: Columns, row: int, place: int) -> None:

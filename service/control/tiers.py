@@ -24,6 +24,7 @@ from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.config import Kernel, Weights
 from service.control.kernels.arrivals import note_arrivals, nth_most_work
 from service.control.kernels.queue import extent
+from service.control.kernels.tiers import distinct_levels, free_sequences
 from service.control.view import View
 
 LOWEST_VALUE: Final = 2.0**-64
@@ -48,7 +49,7 @@ def levels(tier: IntArray) -> list[int]:
     if not tier.size:
         return []
     lowest, highest = extent(tier)
-    return [lowest] if lowest == highest else np.unique(tier)[::-1].tolist()
+    return [lowest] if lowest == highest else distinct_levels(tier).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,27 +166,32 @@ class SeenArrivals:
 
 
 class PoissonTail:
-    """P(X >= count) for X Poisson with each of (n,) means.
+    """P(X >= count) for X Poisson with each of (n,) means, the small ones first.
 
     Exact up to a mean of EXACT_MEAN; above it by the square root transformation, within 0.01.
     """
 
     def __init__(self, mean: FloatArray) -> None:
-        self._mean = mean
-        self._few = mean <= EXACT_MEAN
+        self._exact = np.count_nonzero(mean <= EXACT_MEAN)
+        self._root = np.sqrt(mean[self._exact :] + 0.125)
         counts = np.arange(EXACT_COUNT)
         log_factorial = np.concatenate([[0.0], np.log(counts[1:]).cumsum()])
-        small = np.maximum(mean[self._few, None], TINY)
+        small = np.maximum(mean[: self._exact, None], TINY)
         self._below = np.exp(counts * np.log(small) - small - log_factorial).cumsum(axis=1)
-        self._row = self._few.cumsum() - 1
+        self._row = np.arange(self._exact)
 
     def at_least(self, count: FloatArray) -> FloatArray:
         """(n,) probabilities; 1 where count <= 0."""
-        z = 2.0 * (np.sqrt(self._mean + 0.125) - np.sqrt(np.maximum(count - 0.125, 0.0)))
-        tail = 0.5 * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3)))
-        at = np.clip(count[self._few], 1, EXACT_COUNT).astype(np.int64) - 1
-        tail[self._few] = np.maximum(1.0 - self._below[self._row[self._few], at], 0.0)
-        return np.asarray(np.where(count <= 0, 1.0, tail))
+        few, many = count[: self._exact], count[self._exact :]
+        tail = np.empty(count.size)
+        at = np.minimum(np.maximum(few, 1), EXACT_COUNT).astype(np.int64) - 1
+        np.maximum(1.0 - self._below[self._row, at], 0.0, out=tail[: self._exact])
+        if many.size:
+            z = 2.0 * (self._root - np.sqrt(np.maximum(many - 0.125, 0.0)))
+            swing = np.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))
+            tail[self._exact :] = 0.5 * (1.0 + swing)
+        tail[count <= 0] = 1.0
+        return tail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -236,7 +242,9 @@ def startable(view: View, weights: Weights, seen: SeenArrivals, tier: int, gone:
     waiting, fleet = view.waiting, view.fleet
     own = tiers(waiting.value)
     rows = np.flatnonzero(own == tier)
-    pool = np.asarray(waiting.reach[np.unique(waiting.kind[rows])].any(axis=0))
+    asked = np.zeros(len(waiting.reach), dtype=np.bool_)
+    asked[waiting.kind[rows]] = True
+    pool = np.asarray(waiting.reach[asked].any(axis=0))
     demand = seen.above(tier, pool)
     work = demand.steps * demand.sequences * demand.share
     if not work.sum() > 0:
@@ -256,7 +264,7 @@ def startable(view: View, weights: Weights, seen: SeenArrivals, tier: int, gone:
     backlog = float(waiting.sequences[rows].sum()) / slots
     idle = worth * (1.0 + backlog) + weights.throughput + weights.queries / length
     stakes = Stakes(
-        free=free_sequences(view, pool, mean_kv)[: edges.size] - taken,
+        free=free_slots(view, pool, mean_kv, edges.size) - taken,
         wanted=PoissonTail(held * (rate / work.size)),
         wait_cost=float((demand.value * work).sum() / work.sum()) * worth,
         idle_cost=float(waiting.value[rows].mean()) * idle,
@@ -278,10 +286,9 @@ def delay_worth(weights: Weights, pace_s: float) -> float:
     )
 
 
-def free_sequences(view: View, workers: BoolArray, kv_tokens: float) -> FloatArray:
-    """(N,) sequences of a mean KV that some workers could hold if nothing more starts."""
-    at = np.flatnonzero(workers)
+def free_slots(view: View, workers: BoolArray, kv_tokens: float, buckets: int) -> FloatArray:
+    """(buckets,) sequences of a mean KV that some workers could hold if nothing more starts."""
+    at, fleet = np.flatnonzero(workers), view.fleet
     used = view.occupancy(view.horizon, 0.0, at)
-    free = view.fleet.batch_limit[at, None] - used.batch
-    fit = np.floor((view.fleet.kv_capacity_tokens[at, None] - used.kv) / kv_tokens)
-    return np.asarray(np.maximum(np.minimum(free, fit), 0.0).sum(axis=0))
+    limits = (fleet.batch_limit[at], fleet.kv_capacity_tokens[at])
+    return free_sequences(*limits, used.batch, used.kv, kv_tokens, buckets)

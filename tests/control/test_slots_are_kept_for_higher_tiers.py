@@ -19,6 +19,7 @@ from service.control.events import (
     WorkerSpec,
     WorkerState,
 )
+from service.control.kernels.tiers import free_sequences
 from service.control.router import Router
 from service.control.tiers import PoissonTail, Stakes, delay_worth, tiers
 
@@ -175,6 +176,23 @@ def test_startable_is_the_largest_number_of_starts_each_of_which_pays(
     while expected < int(slots[0]) and pays(expected + 1):
         expected += 1
     assert stakes.startable() == expected
+
+
+def test_sequences_that_fit_are_counted_worker_by_worker() -> None:
+    limit, capacity = np.array([4.0, 8.0]), np.array([100.0, np.inf])
+    batch, kv = (
+        np.array([[1.0, 5.0, 0.0], [2.0, 2.0, 9.0]]),
+        np.array([[75.0, 0.0, 120.0], [9.0] * 3]),
+    )
+    told = free_sequences(limit, capacity, batch, kv, 10.0, 3)
+    expected = [0.0, 0.0, 0.0]
+    for g in range(2):
+        for b in range(3):
+            fit = min(
+                limit[g] - batch[g, b], (capacity[g] - kv[g, b]) // 10.0 if g == 0 else np.inf
+            )
+            expected[b] += max(fit, 0.0)
+    assert told.tolist() == expected == [8.0, 6.0, 0.0]
 
 
 def test_a_tier_begins_where_the_value_has_doubled() -> None:

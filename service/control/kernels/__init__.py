@@ -18,6 +18,7 @@ from service.control.kernels.room import (
     fitting,
     take_out,
 )
+from service.control.kernels.tiers import distinct_levels, free_sequences
 from service.control.kernels.tokens import book_tokens, iteration_pace, note_pace
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     best_fit,
     earliest_room,
     fitting,
+    distinct_levels,
+    free_sequences,
     prompt_steps,
     startable_workers,
     pace_of,
