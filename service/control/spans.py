@@ -78,12 +78,6 @@ class Spans:
         return worker
 
     @property
-    def first(self) -> IntArray:
-        """(n,) first bucket; not before the look-ahead."""
-        first: IntArray = self.ints[5]
-        return first
-
-    @property
     def size(self) -> int:
         """How many columns there are."""
         return int(self.ints.shape[1])
@@ -180,33 +174,13 @@ class PrefixPrices:
         body.cumsum(axis=2, out=body)
         return PrefixPrices(horizon, table)
 
-    def cost(self, spans: Spans) -> FloatArray:
-        """Price n columns, each on its own worker: a^T p.
-
-        Returns:
-            (n,) cost in the units of the prices.
-
-        Source: [OLP] eq. (10), by running sums over slots of p_bat, p_mem and slot x p_mem.
-        """
-        own = spans.worker * (self.table.shape[1] * self.table.shape[2])
-        found = self.table.ravel()[spans.places(self.table.shape[2] - 1) + own]
-        batch, kv, edge, price = found[: SUMS + 1]
-        batch_first, kv_first, edge_first = found[SUMS + 1 :]
-        cost: FloatArray = batch - batch_first
-        cost += spans.level * (kv - kv_first)
-        cost += edge
-        cost -= edge_first
-        cost += price * spans.end
-        cost *= spans.scale
-        return cost
-
     def cost_on_every_worker(self, spans: Spans) -> FloatArray:
         """Price n columns on all g workers.
 
         Returns:
             (n, g) cost; column c of row i is the cost of starting request i on worker c.
 
-        Source: [OLP] eq. (10).
+        Source: [OLP] eq. (10), by running sums over slots of p_bat, p_mem and slot x p_mem.
         """
         if self.table.shape[2] == 1:
             return np.zeros((spans.size, len(self.table)))

@@ -77,10 +77,10 @@ def test_a_column_costs_its_batch_slots_and_its_tokens_at_their_prices__eq_10() 
     prefix = PrefixPrices.of(prices, Horizon(3, 1))
     column = one(Kernel.DECODE_ONLY, prompt=10, length=2)
     # 1 + 2 for the slots, 0.5 x 11 + 0 x 12 for the tokens.
-    assert prefix.cost(Spans.of(column, prefix.horizon)).tolist() == [8.5]
+    assert prefix.cost_on_every_worker(Spans.of(column, prefix.horizon)).tolist() == [[8.5]]
     mixed = one(Kernel.MIXED, prompt=10, length=2)
     # 1 + 2 + 4 for the slots, 0.5 x 10 + 0 x 11 + 0.25 x 12 for the tokens.
-    assert prefix.cost(Spans.of(mixed, prefix.horizon)).tolist() == [15.0]
+    assert prefix.cost_on_every_worker(Spans.of(mixed, prefix.horizon)).tolist() == [[15.0]]
 
 
 @given(
@@ -108,19 +108,6 @@ def test_total_usage_equals_the_sum_over_columns_and_slots__b_2(data: st.DataObj
 
 
 @given(st.data())
-def test_prefix_sums_price_a_column_as_the_sum_over_its_slots__eq_10(data: st.DataObject) -> None:
-    horizon, kernel, workers = data.draw(horizons()), data.draw(KERNELS), 3
-    placed = data.draw(placements(horizon, workers))
-    prices = data.draw(usages(workers, horizon))
-    tensor = tensor_of(prices)
-    spans = Spans.of(columns_of(kernel, placed), horizon)
-    costs = PrefixPrices.of(prices, horizon).cost(spans)
-    assert costs.tolist() == [
-        cost(naive_column(kernel, p, horizon), p.worker, tensor) for p in placed
-    ]
-
-
-@given(st.data())
 def test_prefix_sums_price_a_column_on_every_worker__eq_10(data: st.DataObject) -> None:
     horizon, kernel, workers = data.draw(horizons()), data.draw(KERNELS), 3
     placed = data.draw(placements(horizon, workers))
@@ -143,7 +130,8 @@ def test_cost_is_what_the_prices_take_of_the_total_usage__eq_10(data: st.DataObj
     columns = columns_of(kernel, placed)
     use = total_usage(columns, horizon, workers)
     inner = (use.batch * prices.batch).sum() + (use.kv * prices.kv).sum()
-    priced = PrefixPrices.of(prices, horizon).cost(Spans.of(columns, horizon))
+    costs = PrefixPrices.of(prices, horizon).cost_on_every_worker(Spans.of(columns, horizon))
+    priced = costs[np.arange(len(placed)), columns.worker]
     assert priced.sum() == pytest.approx(inner)
 
 
