@@ -8,7 +8,7 @@ it may run in any thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -72,10 +72,16 @@ class PriceSolution:
     normalizer: float
     kv_scale: float
     sums: PriceSums | None = None
+    _finite: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look at every price here, in the solver's thread, and not where they are adopted."""
+        total = self.prices.batch.sum() + self.prices.kv.sum()
+        object.__setattr__(self, "_finite", bool(np.isfinite(total)))
 
     def is_finite(self) -> bool:
-        """Whether the prices may be used at all."""
-        return bool(np.isfinite(self.prices.batch).all() and np.isfinite(self.prices.kv).all())
+        """Whether the prices, none of which is negative, may be used at all."""
+        return self._finite
 
     def natural(self) -> Usage:
         """(g, N) prices in reward units per batch slot and per KV token, for one bucket."""

@@ -8,6 +8,7 @@ what it still covers. Read forward.py for what the shipped variant does instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -30,8 +31,11 @@ NEVER_SCARCE = 1e12
 
 def kv_scale(kv_capacity_tokens: FloatArray) -> float:
     """mem_scale = 1 / max_g M_g, so that the two resources are commensurate ([OLP] B.2)."""
-    finite = kv_capacity_tokens[np.isfinite(kv_capacity_tokens)]
-    return 1.0 / float(finite.max()) if finite.size else 0.0
+    most = float(kv_capacity_tokens.max(initial=0.0))
+    if not math.isfinite(most):
+        known = kv_capacity_tokens[np.isfinite(kv_capacity_tokens)]
+        most = float(known.max(initial=0.0))
+    return 1.0 / most if most else 0.0
 
 
 def scarcity(residual: Usage, expected_arrivals: float, scale: float) -> Usage:
