@@ -14,7 +14,6 @@ import numpy as np
 from service.control.columns import BoolArray, FloatArray, IntArray, Usage
 from service.control.events import Request
 from service.control.fleet_state import FleetState, OwnLoad
-from service.control.kernels.ledger import left_steps
 from service.control.kernels.tokens import book_tokens
 from service.control.lengths import LengthPredictor
 from service.control.occupancy import Frame, Occupancy
@@ -25,9 +24,9 @@ from service.control.usual_work import UsualWork
 from service.control.waiting import Entry
 
 NO_LIMIT = 2**31
-HELD = ("worker", "sequences", "prompt_tokens", "produced", "streams", "ready_s")
+HELD = ("worker", "sequences", "prompt_tokens", "produced", "forecast", "streams", "ready_s")
 """What an end is booked by."""
-PROGRESS = ("worker", "sequences", "ahead_tokens", "produced", "seen_s")
+PROGRESS = ("worker", "sequences", "forecast", "ahead_tokens", "produced", "seen_s")
 """What tokens that come are booked by, and in."""
 
 
@@ -54,6 +53,7 @@ class Ledger:
         )
         self._sequences: FloatArray = np.zeros(0)
         self._kv_tokens: FloatArray = np.zeros(0)
+        self._left_steps: FloatArray = np.zeros(0)
         self._blind: FloatArray = np.zeros(0)
         self._ahead: FloatArray = np.zeros(0)
         self._occupancy = Occupancy()
@@ -101,6 +101,7 @@ class Ledger:
         )
         self._sequences[worker] += entry.sequences
         self._kv_tokens[worker] += entry.sequences * request.prompt_tokens
+        self._left_steps[worker] += entry.sequences * entry.decode_tokens
         self._blind[worker] += not request.streams or ready_s > 0
         self._occupancy.touch(worker)
 
@@ -130,9 +131,24 @@ class Ledger:
         rows = table.rows(decode_tokens)
         totals = np.fromiter(decode_tokens.values(), np.float64, rows.size)
         at, first, came = np.empty_like(rows), np.empty_like(rows), np.empty((2, rows.size))
-        worker, sequences, ahead_tokens, produced, seen_s = table.live(*PROGRESS).values()
-        held = worker, sequences, ahead_tokens, produced, seen_s, self._kv_tokens
-        firsts, lowest, highest = book_tokens(rows, totals, now_s, *held, at, came, first)
+        held = table.live(*PROGRESS)
+        worker, sequences, forecast, ahead_tokens, produced, seen_s = held.values()
+        firsts, lowest, highest = book_tokens(
+            rows,
+            totals,
+            now_s,
+            worker,
+            sequences,
+            forecast,
+            ahead_tokens,
+            produced,
+            seen_s,
+            self._kv_tokens,
+            self._left_steps,
+            at,
+            came,
+            first,
+        )
         self._pace.note(at, came, highest + 1)
         for row in first[:firsts].tolist():
             # Later tokens came with it where only the end was seen.
@@ -167,6 +183,7 @@ class Ledger:
         if worker >= 0:
             self._sequences[worker] -= sequences
             self._kv_tokens[worker] -= sequences * (held["prompt_tokens"] + held["produced"])
+            self._left_steps[worker] -= sequences * max(held["forecast"] - held["produced"], 0.0)
             self._blind[worker] -= not held["streams"] or held["ready_s"] > 0
             self._occupancy.touch(worker)
         return self._entries.pop(request_id), worker, int(held["produced"])
@@ -181,6 +198,7 @@ class Ledger:
         if gone < self._sequences.size:
             self._sequences = np.delete(self._sequences, gone)
             self._kv_tokens = np.delete(self._kv_tokens, gone)
+            self._left_steps = np.delete(self._left_steps, gone)
             self._blind = np.delete(self._blind, gone)
             self._ahead = np.delete(self._ahead, gone)
         self._occupancy.forget()
@@ -227,10 +245,8 @@ class Ledger:
 
     def left_steps(self, workers: BoolArray) -> float:
         """Slot-iterations that our requests on some (g,) workers have left by their forecasts."""
-        table = self._table
-        return left_steps(
-            table["worker"], table["forecast"], table["produced"], table["sequences"], workers
-        )
+        self._make_room(workers.size)
+        return float(self._left_steps[: workers.size] @ workers)
 
     def own_load(self, worker: int) -> OwnLoad:
         """What we hold on one worker now, in sequences and in KV tokens."""
@@ -325,5 +341,6 @@ class Ledger:
         if more > 0:
             self._sequences = np.append(self._sequences, np.zeros(more))
             self._kv_tokens = np.append(self._kv_tokens, np.zeros(more))
+            self._left_steps = np.append(self._left_steps, np.zeros(more))
             self._blind = np.append(self._blind, np.zeros(more))
             self._ahead = np.append(self._ahead, np.zeros(more))

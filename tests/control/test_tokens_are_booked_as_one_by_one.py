@@ -18,16 +18,19 @@ def test_a_batch_of_tokens_is_booked_row_by_row(seed: int) -> None:
     )
     produced, seen_s = rng.integers(0, 3, HELD).astype(float), rng.uniform(0.0, 9.0, HELD)
     kv_tokens = rng.integers(0, 1000, WORKERS).astype(float)
+    forecast, left_steps = rng.integers(1, 4, HELD).astype(float), np.full(WORKERS, 500.0)
     rows = rng.permutation(HELD)[: rng.integers(0, HELD)]
     totals, now_s = rng.integers(0, 5, rows.size).astype(float), 5.0
 
-    kv, slot_s, tokens, first = kv_tokens.copy(), [], [], []
+    left, kv, slot_s, tokens, first = left_steps.copy(), kv_tokens.copy(), [], [], []
     for row, total in zip(rows.tolist(), totals.tolist(), strict=True):
         after = max(total, produced[row])
         slot_s.append(sequences[row] * max(0.0, now_s - seen_s[row]))
         tokens.append(sequences[row] * (after - produced[row]))
         if worker[row] >= 0:
             kv[worker[row]] += tokens[-1]
+            was, now = (max(forecast[row] - each, 0.0) for each in (produced[row], after))
+            left[worker[row]] += sequences[row] * (now - was)
         if produced[row] == 0 and after > 0 and ahead[row] > 0:
             first.append(row)
     now_produced = produced.copy()
@@ -40,10 +43,12 @@ def test_a_batch_of_tokens_is_booked_row_by_row(seed: int) -> None:
         now_s,
         worker,
         sequences,
+        forecast,
         ahead,
         produced,
         seen_s,
         kv_tokens,
+        left_steps,
         at,
         came,
         found,
@@ -54,6 +59,7 @@ def test_a_batch_of_tokens_is_booked_row_by_row(seed: int) -> None:
     assert at.tolist() == worker[rows].tolist()
     assert came.tolist() == [slot_s, tokens]
     assert kv_tokens.tolist() == kv.tolist()
+    assert left_steps.tolist() == left.tolist()
     assert produced.tolist() == now_produced.tolist()
     assert (seen_s[rows] == now_s).all()
 

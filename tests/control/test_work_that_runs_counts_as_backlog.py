@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.control import ControlConfig, Refuse
+from service.control import ControlConfig, Left, Outcome, Progressed, Refuse, WorkerGone
 from service.control.usual_work import SEEN_MIN, UsualWork
-from tests.control.driving import ask, router_with, spec
+from tests.control.driving import SMALL, ask, router_with, spec, starts
 
 LENGTHS = [5, 8, 13, 40, 90, 300] * 4
 
@@ -86,3 +86,38 @@ def test_requests_that_can_never_run_are_no_work() -> None:
             assert [type(command) for command in told] == [Refuse]
         usual.append(router._ledger.usual_left_steps())
     assert usual[0] == usual[1] > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_started_requests_have_left_is_counted_as_they_go(seed: int) -> None:
+    rng, workers = np.random.default_rng(seed), ["w0", "w1", "w2"]
+    router = router_with(SMALL, *(spec(name, batch_limit=9) for name in workers))
+    held: dict[str, list[float]] = {}
+    where: dict[str, str] = {}
+    for step in range(120):
+        now_s, name = 0.1 * step, f"r{step}"
+        hint, sequences = int(rng.integers(1, 30)), int(rng.integers(1, 3))
+        router.handle(ask(name, now_s, decode_tokens_hint=hint, sequences=sequences), now_s)
+        held[name] = [hint, 0.0, sequences]
+        where |= dict(starts(router.tick(now_s)))
+        for one in rng.choice(list(where), min(3, len(where)), replace=False).tolist():
+            held[one][1] = max(held[one][1], float(rng.integers(0, 40)))
+            router.handle(Progressed({one: int(held[one][1])}), now_s)
+        if step % 3 == 0 and where:
+            gone = str(rng.choice(list(where)))
+            router.handle(Left(gone, Outcome.CANCELLED, None), now_s)
+            del where[gone]
+        if step == 60:
+            router.handle(WorkerGone(workers.pop(1)), now_s)
+        left = [
+            sum(
+                sequences * max(forecast - produced, 0.0)
+                for one, (forecast, produced, sequences) in held.items()
+                if where.get(one) == worker
+            )
+            for worker in workers
+        ]
+        for g in range(len(workers)):
+            some = np.arange(len(workers)) == g
+            assert router._ledger.left_steps(some) == left[g]
+        assert router._ledger.left_steps(np.ones(len(workers), dtype=np.bool_)) == sum(left)

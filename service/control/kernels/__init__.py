@@ -9,7 +9,6 @@ from service.control.kernels.arrivals import note_arrivals, nth_most_work, recor
 from service.control.kernels.calendar import hold, left_tokens, with_others
 from service.control.kernels.descent import descend, price_tokens, reach_of_prices, scarce
 from service.control.kernels.fleet import pace_of, prompt_steps, startable_workers
-from service.control.kernels.ledger import left_steps
 from service.control.kernels.queue import extent, find_aged, settle, weigh, work_of
 from service.control.kernels.room import (
     admit_in_order,
@@ -32,7 +31,6 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     scarce,
     reach_of_prices,
     price_tokens,
-    left_steps,
     book_tokens,
     note_pace,
     iteration_pace,

@@ -25,8 +25,8 @@ THREE_INTS: Final = types.UniTuple(INT, 3)  # type: ignore[no-untyped-call]
 
 @kernel(
     THREE_INTS(
-        *(INTS, FLOATS, FLOAT, INTS, FLOATS, FLOATS, FLOATS_OUT, FLOATS_OUT, FLOATS_OUT),
-        *(INTS_OUT, FLOATS_2D_OUT, INTS_OUT),
+        *(INTS, FLOATS, FLOAT, INTS, FLOATS, FLOATS, FLOATS, FLOATS_OUT, FLOATS_OUT),
+        *(FLOATS_OUT, FLOATS_OUT, INTS_OUT, FLOATS_2D_OUT, INTS_OUT),
     )
 )
 def book_tokens(
@@ -35,10 +35,12 @@ def book_tokens(
     now_s: float,
     worker: IntArray,
     sequences: FloatArray,
+    forecast: FloatArray,
     ahead_tokens: FloatArray,
     produced: FloatArray,
     seen_s: FloatArray,
     kv_tokens: FloatArray,
+    left_steps: FloatArray,
     at: IntArray,
     came: FloatArray,
     first: IntArray,
@@ -51,10 +53,12 @@ def book_tokens(
         now_s: the time.
         worker: (m,) index, -1 for one that is gone.
         sequences: (m,) slots held.
+        forecast: (m,) tokens of each sequence in all.
         ahead_tokens: (m,) above 0 while the first token is waited for.
         produced: (m,) tokens so far; changed.
         seen_s: (m,) since when they are known; changed.
         kv_tokens: (g,) held on each worker; changed.
+        left_steps: (g,) slot-iterations left by the forecasts; changed.
         at: (n,) is filled with the workers.
         came: (2, n) is filled with the slot-seconds since the last tokens, and with the tokens of
             all sequences that came in them.
@@ -78,6 +82,8 @@ def book_tokens(
             firsts += 1
         if worker[row] >= 0:
             kv_tokens[worker[row]] += came[1, place]
+            over = max(after - max(before, forecast[row]), 0.0)
+            left_steps[worker[row]] -= came[1, place] - sequences[row] * over
             lowest, highest = min(lowest, worker[row]), max(highest, worker[row])
     return firsts, lowest, highest
 
