@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from service.control.columns import FloatArray
+from service.control.kernels.arrivals import last_within
 
 SHORTEST_S = 1e-3
 LONGEST_S = 1e4
@@ -23,31 +24,34 @@ class WaitTally:
 
     Attributes:
         counts: (BINS,) requests by how long they would have waited, rounded up.
+        requests: how many in all.
         longest_s: the longest of these waits.
     """
 
     def __init__(self) -> None:
         self.counts: FloatArray = np.zeros(BINS)
+        self.requests = 0
         self.longest_s = 0.0
 
     def note(self, wait_s: float, requests: int) -> None:
         """So many requests would have waited so long."""
         within = min(max(wait_s, SHORTEST_S), LONGEST_S)
         self.counts[math.ceil(math.log(within / SHORTEST_S) / math.log(RATIO))] += requests
+        self.requests += requests
         self.longest_s = max(self.longest_s, wait_s)
 
 
 def within_s(share: float, tallies: list[WaitTally]) -> float:
-    """The wait that a share of all requests of some tallies would have stayed within.
+    """The wait that a share of all requests of one or two tallies would have stayed within.
 
     At most RATIO times too long, never longer than the longest; 0 where nobody came.
     """
-    counts = np.add.reduce([tally.counts for tally in tallies])
-    longer = np.cumsum(counts[::-1])
-    if not longer[-1]:
+    requests = sum(tally.requests for tally in tallies)
+    if not requests:
         return 0.0
     # Whole requests: as many as the share leaves may be longer, not one more.
-    left = math.floor((1.0 - share) * float(longer[-1]) + ROUNDING)
-    at = BINS - 1 - int(np.searchsorted(longer, left, side="right"))
+    beyond = math.floor((1.0 - share) * requests + ROUNDING)
+    more = tallies[1].counts if len(tallies) > 1 else np.zeros(0)
+    at = last_within(tallies[0].counts, more, float(beyond))
     longest_s = max(tally.longest_s for tally in tallies)
     return min(SHORTEST_S * RATIO**at, longest_s)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from service.control.kernels.admission import admit_by_best_margin
-from service.control.kernels.arrivals import note_arrivals, nth_most_work, record_columns
+from service.control.kernels.arrivals import (
+    last_within,
+    note_arrivals,
+    nth_most_work,
+    record_columns,
+)
 from service.control.kernels.calendar import hold, left_tokens, with_others
 from service.control.kernels.descent import descend, price_tokens, reach_of_prices, scarce
 from service.control.kernels.fleet import pace_of, prompt_steps, startable_workers
@@ -50,6 +55,7 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     extent,
     find_aged,
     weigh,
+    last_within,
     note_arrivals,
     record_columns,
     nth_most_work,

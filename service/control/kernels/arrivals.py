@@ -131,3 +131,21 @@ def nth_most_work(
             break
         found, least = 0, -math.inf
     return float(np.partition(work[:found], found - nth)[found - nth])
+
+
+@kernel(INT(FLOATS, FLOATS, FLOAT))
+def last_within(counts: FloatArray, more: FloatArray, beyond: float) -> int:
+    """Find the last of (b,) bins that no more than so many requests lie beyond; -1 for none.
+
+    Args:
+        counts: (b,) requests in each bin.
+        more: (b,) others, or (0,).
+        beyond: so many may lie in later bins.
+    """
+    place, later = counts.size - 1, 0.0
+    while place >= 0:
+        later += counts[place] + (more[place] if more.size else 0.0)
+        if later > beyond:
+            break
+        place -= 1
+    return place
