@@ -21,6 +21,7 @@ from service.control.columns import (
 )
 from service.control.kernels.arrivals import record_columns
 from service.control.kernels.descent import descend, price_tokens, reach_of_prices
+from service.control.kernels.samples import bounds_of_draws, samples
 from service.control.spans import PrefixPrices
 
 
@@ -133,13 +134,12 @@ class PriceProblem:
         workers = len(self.worker_ids)
         if self.rewards.size == 0:
             return self._solution(Usage.zeros(workers, self.horizon))
-        rng, size = np.random.default_rng(self.seed), min(self.batch, self.rewards.size)
-        samples = [rng.choice(self.rewards.size, size, replace=False) for _ in range(self.steps)]
+        chosen = mini_batches(self.seed, self.rewards.size, self.batch, self.steps)
         prices = Usage(batch=self.warm.batch.copy(), kv=self.warm.kv.copy())
         total = Usage.zeros(workers if self.averaged else 0, self.horizon)
         columns = self.columns
         descend(
-            np.array(samples),
+            chosen,
             columns.worker,
             columns.start,
             columns.steps,
@@ -181,6 +181,27 @@ class PriceSnapshot:
     def solve(self) -> PriceSolution:
         """Make the problem and solve it."""
         return self.problem().solve()
+
+
+def mini_batches(seed: int, count: int, batch: int, batches: int) -> IntArray:
+    """(K, size) rows of n columns: K mini-batches of distinct ones, all equally likely.
+
+    The same as `Generator.choice` without replacement (of up to 10,000), in a third of its time.
+
+    Args:
+        seed: of the draws.
+        count: n >= 1.
+        batch: columns in a mini-batch; all n where there are fewer.
+        batches: K.
+
+    Source: [OLP] Algorithm 2, line 10.
+    """
+    size, rng = min(batch, count), np.random.default_rng(seed)
+    highest = np.empty(batches * (2 * size - 1), dtype=np.int64)
+    bounds_of_draws(count, size, batches, highest)
+    chosen = np.empty((batches, size), dtype=np.int64)
+    samples(count, rng.integers(0, highest, endpoint=True), chosen)
+    return chosen
 
 
 def dual_bound(margins: FloatArray, capacity: Usage, prices: Usage) -> float:

@@ -15,6 +15,7 @@ from service.control.prices import (
     History,
     PriceProblem,
     PriceSolution,
+    mini_batches,
 )
 from service.control.published import kv_scale, scarcity
 from tests.control import naive_olp
@@ -287,6 +288,20 @@ def test_every_column_is_as_likely_to_be_drawn_and_steps_draw_anew__algorithm_2_
     assert np.abs(drawn - expected).max() < 5 * np.sqrt(expected)
     two_steps = [one_slot_each(n, batch, s, steps=2).solve().prices.batch[0] for s in range(50)]
     assert any(np.count_nonzero(prices) > batch for prices in two_steps)
+
+
+@pytest.mark.parametrize(
+    ("count", "batch"),
+    [(1, 1), (2, 2), (5, 9), (64, 64), (65, 64), (700, 1), (2048, 64), (9999, 64)],
+)
+def test_mini_batches_are_those_that_numpy_chooses__algorithm_2_line_10(
+    count: int, batch: int
+) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        size = min(count, batch)
+        expected = [rng.choice(count, size=size, replace=False).tolist() for _ in range(5)]
+        assert mini_batches(seed, count, batch, 5).tolist() == expected
 
 
 def test_the_same_seed_draws_the_same_mini_batches() -> None:

@@ -40,6 +40,7 @@ FLOATS_OUT: Final = types.Array(FLOAT, 1, "A")
 FLOATS_2D_OUT: Final = types.Array(FLOAT, 2, "A")
 FLOATS_3D_OUT: Final = types.Array(FLOAT, 3, "A")
 INTS_OUT: Final = types.Array(INT, 1, "A")
+INTS_2D_OUT: Final = types.Array(INT, 2, "A")
 BOOLS_OUT: Final = types.Array(BOOL, 1, "A")
 COLUMN: Final = types.UniTuple(FLOAT, 4)  # type: ignore[no-untyped-call]
 Column: TypeAlias = tuple[float, float, float, float]
