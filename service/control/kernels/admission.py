@@ -106,8 +106,8 @@ def admit_by_best_margin(
     """
     count, places = 0, workers.size
     sums, low = _running_sums(prices, workers, q), _lows(batch, kv, q)
-    old_kv, old_low = kv.copy(), low.copy()
-    unswayed_free, starts_on = batch[:, 0].copy(), np.zeros(places, dtype=np.int64)
+    before, unswayed_free = low.copy(), batch[:, 0].copy()
+    starts_on = np.zeros(places, dtype=np.int64)
     score = _bounds(asks, reward, least_cost, extra, waits)
     queue = _queue(asks, score, order)
     left, known = queue.size, np.zeros(asks.size, dtype=np.bool_)
@@ -119,13 +119,13 @@ def admit_by_best_margin(
         _price(plain, may, reward[row], column, sums, q, batch.shape[1], alike)
         _delay(delay, draws, may, waits, value[row], prompt[row], waits_toll)
         _draw(margin, draws, plain, delay, extra, toll, row, waits)
-        _keep_fitting(margin, floor, column, old_kv, old_low, q)
+        _keep_fitting(margin, floor, column, before, q)
         if not known[row]:
             known[row], score[row] = True, _largest(margin)
             left = _drop_first(queue, left) if score[row] == -np.inf else left
         else:
             _take_tolls(margin, draws, starts_on)
-            _keep_fitting(margin, -np.inf, column, kv, low, q)
+            _keep_fitting(margin, -np.inf, column, low, q)
             worker = _preferred(margin, liking, batch[:, 0])
             if worker >= 0:
                 _take(batch, kv, worker, column, 0, q)
@@ -152,24 +152,12 @@ def _asked(column: Column, buckets: int, q: float) -> tuple[int, float, float]:
 
 
 @part
-def _fits(kv: FloatArray, low: FloatArray, g: int, column: Column, q: float) -> bool:
-    """Whether a column is within what is free on a worker, on all its buckets."""
-    last, level, peak = _asked(column, kv.shape[1], q)
-    several = column[3]
-    if not (several <= low[0, g, last] and peak <= kv[g, last]):
-        return False
-    if several == 1.0:
-        return bool(level <= low[1, g, last])
-    fits = True
-    for b in range(last):
-        fits = fits and bool(level <= kv[g, b] - several * ((b + 1) * q))
-    return fits
-
-
-@part
 def _lows(batch: FloatArray, kv: FloatArray, q: float) -> FloatArray:
-    """(2, w, N + 1) fewest batch slots up to a bucket; least KV less the edge before a bucket."""
-    low = np.empty((2, kv.shape[0], kv.shape[1] + 1))
+    """(3, N, w) by bucket, as a request asks all workers about one bucket.
+
+    Fewest batch slots up to the bucket, least KV less the edge before it, and KV on it.
+    """
+    low = np.empty((3, kv.shape[1], kv.shape[0]))
     for g in range(kv.shape[0]):
         _lows_of(low, batch, kv, g, q)
     return low
@@ -180,9 +168,8 @@ def _lows_of(low: FloatArray, batch: FloatArray, kv: FloatArray, g: int, q: floa
     slots = line = np.inf
     for b in range(kv.shape[1]):
         slots = min(slots, batch[g, b])
-        low[0, g, b], low[1, g, b] = slots, line
+        low[0, b, g], low[1, b, g], low[2, b, g] = slots, line, kv[g, b]
         line = min(line, kv[g, b] - (b + 1) * q)
-    low[0, g, kv.shape[1]], low[1, g, kv.shape[1]] = slots, line
 
 
 @part
@@ -217,16 +204,16 @@ def _most_starts(batch: FloatArray, most: int) -> int:
 
 @part
 def _running_sums(prices: FloatArray, workers: IntArray, q: float) -> FloatArray:
-    """(w, 4, L + 1) as `PrefixPrices.table`."""
+    """(4, L + 1, w) as `PrefixPrices.table`, by bucket."""
     reach = prices.shape[2]
-    sums = np.zeros((workers.size, 4, reach + 1))
+    sums = np.zeros((4, reach + 1, workers.size))
     for place in range(workers.size):
         slot, token = prices[workers[place]]
         for b in range(reach):
-            sums[place, 0, b + 1] = sums[place, 0, b] + slot[b]
-            sums[place, 1, b + 1] = sums[place, 1, b] + token[b]
-            sums[place, 2, b + 1] = sums[place, 2, b] + token[b] * ((b + 1) * q)
-            sums[place, 3, b] = token[b]
+            sums[0, b + 1, place] = sums[0, b, place] + slot[b]
+            sums[1, b + 1, place] = sums[1, b, place] + token[b]
+            sums[2, b + 1, place] = sums[2, b, place] + token[b] * ((b + 1) * q)
+            sums[3, b, place] = token[b]
     return sums
 
 
@@ -243,16 +230,16 @@ def _price(
 ) -> None:
     """Reward less cost on each worker; -inf where the request may not go; levelled."""
     _, steps, footprint, sequences = column
-    width, best = sums.shape[2], -np.inf
+    width, best = sums.shape[1], -np.inf
     last = math.ceil(min(steps, buckets * q) / q)
     end = min(steps, last * q)
     stop, before = min(last, width - 1), min(last - 1, width - 1)
     for g in range(plain.size):
         plain[g] = -np.inf
         if reach[g]:
-            cost = sums[g, 0, stop] + sums[g, 1, stop] * footprint
-            cost += sums[g, 2, before]
-            cost += sums[g, 3, before] * end
+            cost = sums[0, stop, g] + sums[1, stop, g] * footprint
+            cost += sums[2, before, g]
+            cost += sums[3, before, g] * end
             plain[g] = reward - cost * sequences
             best = max(best, plain[g])
     for g in range(plain.size):
@@ -333,11 +320,19 @@ def _draw(
 
 @part
 def _keep_fitting(
-    margin: FloatArray, floor: float, column: Column, kv: FloatArray, low: FloatArray, q: float
+    margin: FloatArray, floor: float, column: Column, low: FloatArray, q: float
 ) -> None:
+    """Leave the margins above the floor where the column is within what is free on all buckets."""
+    last, level, peak = _asked(column, low.shape[1], q)
+    several = column[3]
     for g in range(margin.size):
-        if not (margin[g] > floor and _fits(kv, low, g, column, q)):
-            margin[g] = -np.inf
+        fits = several <= low[0, last, g] and peak <= low[2, last, g] and margin[g] > floor
+        if fits and several == 1.0:
+            fits = level <= low[1, last, g]
+        elif fits:
+            for b in range(last):
+                fits = fits and level <= low[2, b, g] - several * ((b + 1) * q)
+        margin[g] = margin[g] if fits else -np.inf
 
 
 @part
