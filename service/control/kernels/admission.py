@@ -105,59 +105,70 @@ def admit_by_best_margin(
         without `extra` if only batch slots counted.
     """
     count, places = 0, workers.size
-    sums, low = _running_sums(prices, workers, q), _lows(batch, kv, q)
-    before, unswayed_free = low.copy(), batch[:, 0].copy()
-    starts_on = np.zeros(places, dtype=np.int64)
+    longest = q
+    for row in range(asks.size):
+        longest = max(longest, start[row] + steps[row]) if asks[row] else longest
+    buckets = math.ceil(min(longest, batch.shape[1] * q) / q)
+    sums, low = _running_sums(prices, workers, buckets, q), _lows(batch, kv, buckets, q)
+    before, unswayed_free = np.empty((places, 3, buckets)), batch[:, 0].copy()
+    starts_on, none = np.zeros((2, places), dtype=np.int64)
     score = _bounds(asks, reward, least_cost, extra, waits)
     queue = _queue(asks, score, order)
     left, known = queue.size, np.zeros(asks.size, dtype=np.bool_)
     plain, margin, delay, draws = np.empty((4, places))
-    started = np.empty((_most_starts(batch, min(most, left)), 3), dtype=np.int64)
+    slots = np.maximum(batch[:, 0], 0.0).sum()
+    started = np.empty((int(min(slots, most, left)), 3), dtype=np.int64)
     while left and count < started.shape[0]:
         row = queue[0]
         column, may = (start[row], steps[row], footprint[row], sequences[row]), reach[kind[row]]
+        need = _asked(column, batch.shape[1], q)
         _price(plain, may, reward[row], column, sums, q, batch.shape[1], alike)
         _delay(delay, draws, may, waits, value[row], prompt[row], waits_toll)
         _draw(margin, draws, plain, delay, extra, toll, row, waits)
-        _keep_fitting(margin, floor, column, before, q)
+        best = _keep_fitting(margin, floor, need, low, before, starts_on, q)
         if not known[row]:
-            known[row], score[row] = True, _largest(margin)
-            left = _drop_first(queue, left) if score[row] == -np.inf else left
+            known[row], score[row], out = True, best, best == -np.inf
         else:
             _take_tolls(margin, draws, starts_on)
-            _keep_fitting(margin, -np.inf, column, low, q)
+            _keep_fitting(margin, -np.inf, need, low, before, none, q)
             worker = _preferred(margin, liking, batch[:, 0])
             if worker >= 0:
+                if starts_on[worker] == 0:
+                    before[worker] = low[:, :, worker]
                 _take(batch, kv, worker, column, 0, q)
                 _lows_of(low, batch, kv, worker, q)
                 started[count, 0], started[count, 1] = row, worker
                 started[count, 2] = _without(plain, delay, worker, liking, unswayed_free)
                 count += 1
                 starts_on[worker] += 1
-                if not _has_slot(batch):
+                slots -= sequences[row]
+                if slots < 1:
                     break
-            left = _drop_first(queue, left)
+            out = True
+        if out:
+            left -= 1
+            queue[0] = queue[left]
         _sink(queue, left, 0, score, order)
     return started[:count]
 
 
 @part
-def _asked(column: Column, buckets: int, q: float) -> tuple[int, float, float]:
-    """Last bucket of a column; its KV use there, and on an earlier one less what the edge adds."""
+def _asked(column: Column, buckets: int, q: float) -> tuple[int, float, float, float]:
+    """Last bucket, KV use on an earlier one less what the edge adds, and there; batch slots."""
     start, steps, footprint, sequences = column
     end = min(start + steps, buckets * q)
     last = max(math.ceil(end / q) - 1, 0)
     level = sequences * (footprint - start)
-    return last, level, level + sequences * end
+    return last, level, level + sequences * end, sequences
 
 
 @part
-def _lows(batch: FloatArray, kv: FloatArray, q: float) -> FloatArray:
-    """(3, N, w) by bucket, as a request asks all workers about one bucket.
+def _lows(batch: FloatArray, kv: FloatArray, buckets: int, q: float) -> FloatArray:
+    """(3, buckets, w) by bucket, as a request asks all workers about one bucket.
 
     Fewest batch slots up to the bucket, least KV less the edge before it, and KV on it.
     """
-    low = np.empty((3, kv.shape[1], kv.shape[0]))
+    low = np.empty((3, buckets, kv.shape[0]))
     for g in range(kv.shape[0]):
         _lows_of(low, batch, kv, g, q)
     return low
@@ -166,7 +177,7 @@ def _lows(batch: FloatArray, kv: FloatArray, q: float) -> FloatArray:
 @part
 def _lows_of(low: FloatArray, batch: FloatArray, kv: FloatArray, g: int, q: float) -> None:
     slots = line = np.inf
-    for b in range(kv.shape[1]):
+    for b in range(low.shape[1]):
         slots = min(slots, batch[g, b])
         low[0, b, g], low[1, b, g], low[2, b, g] = slots, line, kv[g, b]
         line = min(line, kv[g, b] - (b + 1) * q)
@@ -186,26 +197,9 @@ def _take(batch: FloatArray, kv: FloatArray, g: int, column: Column, shift: int,
 
 
 @part
-def _has_slot(batch: FloatArray) -> bool:
-    slots = 0
-    for g in range(batch.shape[0]):
-        slots += batch[g, 0] >= 1
-    return slots > 0
-
-
-@part
-def _most_starts(batch: FloatArray, most: int) -> int:
-    """How many can start at most, as each takes a slot now."""
-    slots = 0.0
-    for g in range(batch.shape[0]):
-        slots += max(batch[g, 0], 0.0)
-    return int(min(slots, most))
-
-
-@part
-def _running_sums(prices: FloatArray, workers: IntArray, q: float) -> FloatArray:
-    """(4, L + 1, w) as `PrefixPrices.table`, by bucket."""
-    reach = prices.shape[2]
+def _running_sums(prices: FloatArray, workers: IntArray, buckets: int, q: float) -> FloatArray:
+    """(4, L + 1, w) as `PrefixPrices.table`, by bucket; no further than is asked for."""
+    reach = min(prices.shape[2], buckets)
     sums = np.zeros((4, reach + 1, workers.size))
     for place in range(workers.size):
         slot, token = prices[workers[place]]
@@ -261,17 +255,11 @@ def _bounds(
         if asks[row]:
             bound[row] = reward[row] - least_cost[row] + ROUNDING
             if extra.shape[0]:
-                most = _largest(extra[row])
-                bound[row] += max(most, 0.0) if waits.shape[0] else most
+                most = 0.0 if waits.shape[0] else -np.inf
+                for g in range(extra.shape[1]):
+                    most = max(most, extra[row, g])
+                bound[row] += most
     return bound
-
-
-@part
-def _largest(values: FloatArray) -> float:
-    largest = -np.inf
-    for value in values:
-        largest = max(largest, value)
-    return largest
 
 
 @part
@@ -320,19 +308,30 @@ def _draw(
 
 @part
 def _keep_fitting(
-    margin: FloatArray, floor: float, column: Column, low: FloatArray, q: float
-) -> None:
-    """Leave the margins above the floor where the column is within what is free on all buckets."""
-    last, level, peak = _asked(column, low.shape[1], q)
-    several = column[3]
+    margin: FloatArray,
+    floor: float,
+    need: tuple[int, float, float, float],
+    low: FloatArray,
+    before: FloatArray,
+    starts_on: IntArray,
+    q: float,
+) -> float:
+    """Leave the margins above a floor where a column fits, without those starts; the largest."""
+    best = -np.inf
+    last, level, peak, several = need
     for g in range(margin.size):
-        fits = several <= low[0, last, g] and peak <= low[2, last, g] and margin[g] > floor
+        then, fits = starts_on[g] > 0, margin[g] > floor
+        fits = fits and several <= (before[g, 0, last] if then else low[0, last, g])
+        fits = fits and peak <= (before[g, 2, last] if then else low[2, last, g])
         if fits and several == 1.0:
-            fits = level <= low[1, last, g]
+            fits = level <= (before[g, 1, last] if then else low[1, last, g])
         elif fits:
             for b in range(last):
-                fits = fits and level <= low[2, b, g] - several * ((b + 1) * q)
+                free = before[g, 2, b] if then else low[2, b, g]
+                fits = fits and level <= free - several * ((b + 1) * q)
         margin[g] = margin[g] if fits else -np.inf
+        best = max(best, margin[g])
+    return best
 
 
 @part
@@ -376,13 +375,6 @@ def _queue(asks: BoolArray, score: FloatArray, tie: IntArray) -> IntArray:
     for at in range(size // 2 - 1, -1, -1):
         _sink(queue, size, at, score, tie)
     return queue[:size]
-
-
-@part
-def _drop_first(queue: IntArray, size: int) -> int:
-    """Put the last in the place of the first, which is to sink from there; the new size."""
-    queue[0] = queue[size - 1]
-    return size - 1
 
 
 @part
