@@ -5,10 +5,10 @@ meanwhile. So starting request n on worker g takes, in iterations of everybody's
 
   delay[n, g] = v_g (s_n (beta + gamma + (alpha + beta) a_g) + ahead_g (beta + gamma))
 
-v_g iterations that the worker takes for a prompt token, as first tokens show (token_pace.py); s
-prompt tokens; a sequences on the worker; ahead prompt tokens that were sent there and are not
-computed. It is what sway.py counts where nothing is cached, and what published.py cannot see: the
-paper counts a prefill as one iteration.
+v_g iterations that the worker takes for a prompt token, as first tokens show (token_pace.py), never
+fewer than workers do on average; s prompt tokens; a sequences on the worker; ahead prompt tokens
+that were sent there and are not computed. It is what sway.py counts where nothing is cached, and
+what published.py cannot see: the paper counts a prefill as one iteration.
 
 Only the differences between a request's workers count, and only between those that prices leave
 equally good: what a prompt costs at best stands in its reward already. Within a tick every start
@@ -51,9 +51,12 @@ class Waits:
     def of(view: View, config: ControlConfig, workers: IntArray) -> Waits | None:
         """Look at w workers; None where all of them are alike to everybody."""
         fleet, waiting, weights = view.fleet, view.waiting, config.weights
-        prompt_s = fleet.prompt_s[workers]
-        if view.kernel is Kernel.DECODE_ONLY or workers.size == 1 or not np.count_nonzero(prompt_s):
+        known = fleet.prompt_s[fleet.prompt_s > 0]
+        if view.kernel is Kernel.DECODE_ONLY or workers.size == 1 or not known.size:
             return None
+        # Little is learned of a worker before its first tokens come: without the others' pace it
+        # would look fast, and take everything for as long as none comes.
+        prompt_s = np.maximum(fleet.prompt_s[workers], known.mean())
         own = weights.e2e + weights.ttft
         others = weights.e2e + weights.throughput
         lines = np.array(

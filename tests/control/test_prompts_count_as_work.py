@@ -14,6 +14,7 @@ from service.control import (
     PriceConfig,
     Progressed,
     Router,
+    WorkerJoined,
 )
 from service.control.token_pace import PromptPace
 from tests.control.driving import ask, router_with, spec, starts
@@ -157,3 +158,13 @@ def test_prompts_that_come_at_once_are_spread() -> None:
         router.handle(ask(f"{index}", now_s, 1000, decode_tokens_hint=400), now_s)
     workers = [worker_id for _, worker_id in starts(router.tick(now_s))]
     assert sorted(workers) == ["w0"] * 4 + ["w1"] * 4
+
+
+def test_a_worker_that_has_shown_nothing_yet_does_not_look_fast() -> None:
+    router, now_s = _two_workers(CONFIG), 200.0
+    router.handle(WorkerJoined(spec("new", 32, kv=10**6, iteration_s=ITERATION_S)), now_s)
+    now_s += 60.0
+    for index in range(9):
+        router.handle(ask(f"{index}", now_s, 1000, decode_tokens_hint=400), now_s)
+    workers = [worker_id for _, worker_id in starts(router.tick(now_s))]
+    assert sorted(workers) == ["new"] * 3 + ["w0"] * 3 + ["w1"] * 3
