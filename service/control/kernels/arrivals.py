@@ -16,6 +16,7 @@ from service.control.kernels.compiled import (
     INTS,
     INTS_OUT,
     kernel,
+    part,
 )
 
 LIKELY = 0.9
@@ -130,7 +131,27 @@ def nth_most_work(
         if found >= nth:
             break
         found, least = 0, -math.inf
-    return float(np.partition(work[:found], found - nth)[found - nth])
+    return _nth_smallest(work[:found], found - nth)
+
+
+@part
+def _nth_smallest(values: FloatArray, nth: int) -> float:
+    """The value that has nth smaller ones before it, by Hoare's selection; moves them about."""
+    low, high = 0, values.size - 1
+    while low < high:
+        pivot, left, right = values[(low + high) // 2], low, high
+        while left <= right:
+            while values[left] < pivot:
+                left += 1
+            while values[right] > pivot:
+                right -= 1
+            if left <= right:
+                values[left], values[right] = values[right], values[left]
+                left, right = left + 1, right - 1
+        if right < nth < left:
+            break
+        low, high = (low, right) if nth <= right else (left, high)
+    return float(values[nth])
 
 
 @kernel(INT(FLOATS, FLOATS, FLOAT))
