@@ -32,6 +32,10 @@ def _container(manifest: Manifest) -> Manifest:
     return found
 
 
+def _mounts(container: Manifest) -> dict[str, str]:
+    return {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     """The settings that the router's container starts with."""
@@ -39,8 +43,7 @@ def settings(tmp_path: Path) -> Settings:
     file = tmp_path / "settings.yaml"
     file.write_text(text, encoding="utf-8")
     container = _container(_one("router.yaml", "Deployment"))
-    (mount,) = container["volumeMounts"]
-    path = f"{mount['mountPath']}/settings.yaml"
+    path = f"{_mounts(container)['settings']}/settings.yaml"
     assert path in container["args"]
     return serve_settings([str(file) if word == path else word for word in container["args"]])
 
@@ -199,3 +202,13 @@ def test_the_kustomization_lists_files_that_exist_and_tags_the_version() -> None
     (version,) = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
     assert kustomization["images"] == [{"name": "bidgate", "newTag": version}]
     assert _container(_one("router.yaml", "Deployment"))["image"] == "bidgate"
+
+
+def test_what_the_image_compiled_is_copied_to_where_the_router_looks_for_it() -> None:
+    pod = _one("router.yaml", "Deployment")["spec"]["template"]["spec"]
+    (copying,), (router,) = pod["initContainers"], pod["containers"]
+    image = re.search(r"NUMBA_CACHE_DIR=(\S+)", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    assert image is not None
+    assert copying["command"] == ["cp", "-R", f"{image[1]}/.", _mounts(copying)["compiled"]]
+    assert _mounts(router)["compiled"] == image[1]
+    assert copying["image"] == router["image"]
