@@ -26,6 +26,7 @@ from service.api_document import document_of
 from service.auth import Door
 from service.central_queue import CentralQueue
 from service.control.events import Role
+from service.control.kernels import compile_all
 from service.control.router import Router
 from service.crew import Crew
 from service.discovery.following import Discovery
@@ -176,6 +177,8 @@ class _Parts:
 
 def _build_parts(settings: Settings) -> _Parts:
     log: FilteringBoundLogger = structlog.get_logger("bidgate")
+    # Before anybody is let in: a first decision that compiled them would count as late.
+    compile_all()
     telemetry = Telemetry(log, log_requests=settings.edge.log_requests)
     refresher = ThreadRefresher(log)
     queue = CentralQueue(

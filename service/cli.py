@@ -83,7 +83,6 @@ def serve(*, settings: Annotated[Settings | None, Parameter(name="*")] = None) -
     log = structlog.get_logger("bidgate")
     # Heavy imports wait until they are needed, so that mistakes are answered at once.
     from service.app import Rereading, assemble
-    from service.control import compile_all
     from service.reload import Loaded
     from service.server import DrainingServer
 
@@ -96,7 +95,6 @@ def serve(*, settings: Annotated[Settings | None, Parameter(name="*")] = None) -
     # Once more, so that it is known which files there are to look at.
     rereading = Rereading(loaded=reread(), load=reread, tls=settings.server.tls_context())
     service = assemble(settings, rereading)
-    compile_all()
     with listen(settings.server.host, settings.server.port) as listener:
         host, port = listener.getsockname()[:2]
         allow_open_files(settings.open_files_needed(), log)
