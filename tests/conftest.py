@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from service.control import compile_all
+
 settings.register_profile(
     "repeatable",
     deadline=None,
@@ -65,3 +67,9 @@ def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.upper().startswith(SETTINGS_PREFIX):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Nothing is compiled while a test waits for a decision."""
+    compile_all()
