@@ -22,7 +22,7 @@ from service.control.kernels.room import (
     fitting,
     take_out,
 )
-from service.control.kernels.samples import bounds_of_draws, samples
+from service.control.kernels.samples import samples
 from service.control.kernels.tiers import distinct_levels, free_sequences
 from service.control.kernels.tokens import book_tokens, iteration_pace, note_pace
 
@@ -33,7 +33,6 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     hold,
     left_tokens,
     with_others,
-    bounds_of_draws,
     samples,
     descend,
     scarce,

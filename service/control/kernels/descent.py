@@ -110,19 +110,32 @@ def _place(
     worker: IntArray,
     cost: FloatArray,
 ) -> None:
-    """Put each column where it is priced (its own worker, or the cheapest), and give its cost."""
-    sums, wanted = np.empty((4, batch.shape[1] + 1)), np.zeros(reach.size, np.bool_)
+    """Put each column where it is priced (its own worker, or the cheapest), and give its cost.
+
+    Nothing is cheaper than nothing: what has found a worker where it costs nothing is looked at no
+    more. Most do at once, as most workers have few prices.
+    """
+    sums, looking, left = np.empty((4, batch.shape[1] + 1)), np.arange(own.size), own.size
+    wanted = np.full(reach.size, any_worker)
     for c in range(own.size):
         worker[c], cost[c] = own[c], np.inf
         wanted[own[c]] = True
     for g in range(reach.size):
-        if any_worker or wanted[g]:
+        if left == 0:
+            break
+        if wanted[g]:
             _sum_prices(batch, kv, g, reach[g], unit, sums)
-            for c in range(own.size):
+            kept = 0
+            for place in range(left):
+                c = looking[place]
                 if any_worker or own[c] == g:
                     found = _cost(sums, reach[g], at, use, c)
                     if found < cost[c]:
                         worker[c], cost[c] = g, found
+                if cost[c] > 0:
+                    looking[kept] = c
+                    kept += 1
+            left = kept
 
 
 @part
