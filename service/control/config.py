@@ -307,7 +307,7 @@ class ControlConfig:
     bucket_iterations: int = 16
     fixed_horizon: bool = False
     age_bound_s: float = 60.0
-    age_factor: float = 1.0
+    age_factor: float = 1.05
     age_floor_s: float = 0.1
     age_share: float = 0.9905
     age_stretch: float = 5.0
