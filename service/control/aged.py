@@ -49,22 +49,17 @@ class AgedStarts:
     ) -> list[Pair]:
         """Start at most so many, oldest first; reserve room for the first few that fit nowhere."""
         pairs: list[Pair] = []
-        if not rows.size:
-            return pairs
-        reserved = 0
-        oldest_first = rows[np.lexsort((view.waiting.order[rows], -view.age_s()[rows]))]
-        for place, row in enumerate(oldest_first.tolist()):
-            if len(pairs) >= most or room.residual.is_full():
+        left, first, reserved = rows.copy(), 0, 0
+        while first < left.size and len(pairs) < most:
+            started = room.start_oldest(columns, left, first, most - len(pairs))
+            pairs += started
+            first += len(started)
+            if first == left.size or len(pairs) >= most or room.residual.is_full():
                 break
-            worker = _best_fit(view, columns, room, row)
-            if worker is not None:
-                room.start(columns, row, worker)
-                pairs.append((row, int(room.workers[worker])))
-            elif reserved < RESERVATIONS_MAX:
-                reserved += self._reserve(view, columns, room, row)
-            else:
-                left = oldest_first[place:]
-                return pairs + start_beside(view, columns, room, left, most - len(pairs))
+            if reserved == RESERVATIONS_MAX:
+                return pairs + start_beside(view, columns, room, left[first:], most - len(pairs))
+            reserved += self._reserve(view, columns, room, int(left[first]))
+            first += 1
         return pairs
 
     def _reserve(self, view: View, columns: Columns, room: Room, row: int) -> bool:
@@ -84,20 +79,6 @@ class AgedStarts:
             due_s = view.now_s + shift * float(bucket_s[worker])
             self._promises[order] = _Promise(fleet.worker_ids[worker], due_s)
         return found is not None
-
-
-def _best_fit(view: View, columns: Columns, room: Room, row: int) -> int | None:
-    """The open worker where a request fits, with the most cached of it, then the emptiest."""
-    limit = view.fleet.batch_limit[room.workers]
-    reach = view.waiting.reach[view.waiting.kind[row], room.workers]
-    worker = room.residual.best_fit(columns, row, np.where(reach, 0.0, -np.inf), limit)
-    if worker is not None and room.sway is not None and view.cached is not None:
-        view.cached.unswayed[row] = int(room.workers[worker])
-        margin = np.where(reach, room.sway.reward[row], -np.inf)
-        worker = room.residual.best_fit(columns, row, margin, limit)
-        if worker is not None:
-            room.sway.started(worker)
-    return worker
 
 
 def start_beside(view: View, columns: Columns, room: Room, rows: IntArray, most: int) -> list[Pair]:

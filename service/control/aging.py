@@ -16,7 +16,7 @@ import numpy as np
 from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.config import ControlConfig
 from service.control.first_come import FirstComeWait
-from service.control.kernels.queue import find_aged
+from service.control.kernels.queue import extent, find_aged
 from service.control.tiers import levels
 from service.control.view import View
 from service.control.wait_tally import WaitTally, within_s
@@ -105,7 +105,9 @@ class AgeRule:
 
     def _bound_s(self, level: int, wait_s: float) -> float:
         """The bound of a tier, where first come first served would make it wait so long now."""
-        config, waits = self._config, self._new.waits.setdefault(level, WaitTally())
+        config, waits = self._config, self._new.waits.get(level)
+        if waits is None:
+            waits = self._new.waits[level] = WaitTally()
         if self._came and math.isfinite(wait_s):
             # Where no worker is there now, that says nothing of waits.
             waits.note(wait_s, self._came)
@@ -134,7 +136,7 @@ class AgeRule:
             return
         # A rule that begins in a running service has seen none of those who came before.
         before = int(order.min()) - 1 if self._last_order is None else self._last_order
-        self._last_order = max(before, int(order.max()))
+        self._last_order = max(before, extent(order)[1])
         self._came = self._last_order - before
         self._new.arrivals += self._came
 

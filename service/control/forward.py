@@ -51,6 +51,7 @@ class ForwardLp:
 
     def __init__(self, config: ControlConfig) -> None:
         self._config = config
+        self._normalizer = normalizer(config)
         self._ageing = AgeRule(config)
         self._history = History(config.prices.history_max)
         self._seen = SeenArrivals(config.prices.history_max)
@@ -83,7 +84,7 @@ class ForwardLp:
         if alone is not None:
             return [alone]
         room = Room(view, workers)
-        room.sway = sway(view, self._config, workers, normalizer(self._config))
+        room.sway = sway(view, self._config, workers, self._normalizer)
         if self._aged.promised:
             self._aged.forget_all_but(waiting.order[aged])
         group = tier * TIERS_MAX + worth if waiting.shared else worth
@@ -186,7 +187,7 @@ class ForwardLp:
         worker = int(workers[preferred(delayed, liking)])
         if view.cached is not None:
             view.cached.unswayed[0] = worker
-            swayed = sway(view, self._config, workers, normalizer(self._config))
+            swayed = sway(view, self._config, workers, self._normalizer)
             if swayed is not None:
                 worker = int(workers[preferred(margin + swayed.reward[0], liking)])
         spare = float(view.fleet.block_tokens[worker]) + view.horizon.bucket_iterations + 1.0
@@ -228,7 +229,7 @@ class ForwardLp:
                 seed=seed,
                 origin=0,
                 worker_ids=fleet.worker_ids,
-                normalizer=normalizer(self._config),
+                normalizer=self._normalizer,
                 kv_scale=scale,
             )
 
@@ -283,7 +284,7 @@ class ForwardLp:
             waiting.shared,
             prompt_steps,
             weights.e2e + weights.throughput,
-            normalizer(self._config),
+            self._normalizer,
             self._last_recorded,
             rewards,
             new,

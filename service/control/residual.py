@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from service.control.columns import BoolArray, Columns, FloatArray, Horizon, Usage
-from service.control.kernels.room import best_fit, earliest_room, fitting, take_out
+from service.control.columns import BoolArray, Columns, Horizon, Usage
+from service.control.kernels.room import earliest_room, fitting, is_full, take_out
 
 
 class Residual:
@@ -25,7 +23,7 @@ class Residual:
 
     def is_full(self) -> bool:
         """Whether no worker has a free batch slot now."""
-        return not np.count_nonzero(self.batch[:, 0] >= 1)
+        return is_full(self.batch)
 
     def fits(self, columns: Columns) -> BoolArray:
         """Whether each of n columns that start in the first bucket fits each of g workers.
@@ -39,21 +37,6 @@ class Residual:
             *(columns.start, columns.steps, columns.footprint, columns.sequences),
             *(self.batch, self.kv, self.bucket_iterations),
         )
-
-    def best_fit(
-        self, columns: Columns, row: int, margin: FloatArray, batch_limit: FloatArray
-    ) -> int | None:
-        """The worker where a column that starts now fits best; None where it fits nowhere.
-
-        Args:
-            columns: of the waiting requests.
-            row: which of them.
-            margin: (g,) the largest goes before; -inf where the request may not go.
-            batch_limit: (g,) B_g; the largest free share of it breaks ties, then the lowest index.
-        """
-        column = _column(columns, row)
-        worker = best_fit(column, margin, batch_limit, self.batch, self.kv, self.bucket_iterations)
-        return worker if worker >= 0 else None
 
     def subtract(self, columns: Columns, row: int, worker: int, shift: int = 0) -> None:
         """Take a column out of one worker's residual, moved right by some buckets."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from service.control.assign import Offer
+from service.control.kernels.room import start_oldest
 from service.control.residual import Residual
 
 if TYPE_CHECKING:
@@ -65,13 +66,55 @@ class Room:
             waits=waits,
         )
 
-    def start(self, columns: Columns, row: int, place: int) -> None:
-        """Take a column that starts now out of an open worker."""
-        worker = int(self.workers[place])
-        self.residual.subtract(columns, row, place)
-        self._started.append((row, worker))
-        if self._fleet is not None:
-            self._fleet.subtract(columns, row, worker)
+    def start_oldest(
+        self, columns: Columns, rows: IntArray, first: int, most: int
+    ) -> list[tuple[int, int]]:
+        """Start the oldest of (m,) waiting requests where they fit best, one by one.
+
+        Each takes the open worker with the most cached of it, then the emptiest. The first one that
+        fits nowhere is the end, or the last free slot.
+
+        Args:
+            columns: of the waiting requests.
+            rows: who asks; from `first` on they are moved about: who started, then who did not fit.
+            first: those before it are left alone.
+            most: how many may start.
+
+        Returns:
+            (row, worker) in the order of the starts; they are taken out of the open workers.
+        """
+        view, residual, none = self._view, self.residual, np.zeros((0, self.workers.size))
+        waiting, swayed = view.waiting, self.sway is not None
+        started = start_oldest(
+            rows,
+            first,
+            view.age_s(),
+            waiting.order,
+            waiting.kind,
+            waiting.reach,
+            self.workers,
+            view.fleet.batch_limit,
+            columns.start,
+            columns.steps,
+            columns.footprint,
+            columns.sequences,
+            none if self.sway is None else self.sway.reward,
+            none if self.sway is None else self.sway.toll,
+            residual.batch,
+            residual.kv,
+            residual.bucket_iterations,
+            most,
+        )
+        pairs = []
+        for row, place, unswayed in started.tolist():
+            worker = int(self.workers[place])
+            pairs.append((row, worker))
+            if swayed and view.cached is not None:
+                view.cached.unswayed[row] = int(self.workers[unswayed])
+            if self._fleet is not None:
+                self._fleet.subtract(columns, row, worker)
+        self._started += pairs
+        return pairs
 
     def reserve(
         self, columns: Columns, row: int, allowed: BoolArray, promised: tuple[int, int] | None

@@ -20,6 +20,7 @@ from service.control.assign import Asking, Offer, admit_priced
 from service.control.columns import Columns, Horizon, Usage
 from service.control.delay import Waits
 from service.control.forward import ForwardLp
+from service.control.kernels.room import start_oldest
 from service.control.residual import Residual
 from service.control.room import Room
 from service.control.spans import PrefixPrices, Spans
@@ -95,23 +96,75 @@ def test_the_few_who_are_looked_at_start_as_in_a_pass_over_everybody() -> None:
     assert starts > 300
 
 
-def test_a_request_goes_where_it_fits_with_the_largest_margin_then_to_the_emptiest() -> None:
-    told = 0
-    for seed in range(200):
+@pytest.mark.parametrize("liked", [False, True])
+def test_the_oldest_start_where_they_are_liked_most_until_one_fits_nowhere(liked: bool) -> None:
+    starts = stuck = 0
+    for seed in range(150):
         rng = np.random.default_rng(seed)
         asking, _, free = crowd(rng, 4)
-        residual = Residual(free, Usage.zeros(4, HORIZON), HORIZON)
-        margin, limit = rng.choice([-np.inf, 0.0, 0.5], 4), rng.choice([4.0, 8.0], 4)
-        use = use_of(asking.columns, 0, HORIZON)
-        able = {
-            g: margin[g]
-            for g in range(4)
-            if margin[g] > -np.inf and fits(use, (free.batch, free.kv), g)
-        }
-        expected = liked_best(able, 1.0 / limit, free.batch[:, 0]) if able else None
-        assert residual.best_fit(asking.columns, 0, margin, limit) == expected
-        told += expected is not None
-    assert 50 < told < 200
+        n, columns = asking.asks.size, asking.columns
+        rows, age_s = rng.permutation(n)[: n // 2], rng.integers(0, 3, n).astype(float)
+        first, most = int(rng.integers(0, 3)), int(rng.integers(1, 6))
+        limit = rng.choice([4.0, 8.0], 9)
+        reach, workers = rng.random((3, 9)) < 0.6, rng.permutation(9)[:4]
+        liking = rng.integers(0, 4, (n, 4)) / 2.0 if liked else np.zeros((n, 4))
+        toll = rng.integers(0, 2, (n, 4)) / 2.0 if liked else np.zeros((n, 4))
+        fast, slow = (Residual(free, Usage.zeros(4, HORIZON), HORIZON) for _ in range(2))
+        moved, some = rows.copy(), n if liked else 0
+        drawn = liking[:some].copy()
+        started = start_oldest(
+            *(moved, first, age_s, asking.order, asking.kind, reach, workers, limit),
+            *(columns.start, columns.steps, columns.footprint, columns.sequences),
+            *(drawn, toll[:some], fast.batch, fast.kv),
+            fast.bucket_iterations,
+            most,
+        )
+        oldest = sorted(rows[first:], key=lambda row: (-age_s[row], asking.order[row]))
+        may = reach[asking.kind][:, workers]
+        expected = in_turn(oldest[:most], columns, may, (liking, toll, 1.0 / limit[workers]), slow)
+        assert started.tolist() == expected
+        assert fast.batch.tolist() == slow.batch.tolist()
+        assert fast.kv.tolist() == slow.kv.tolist()
+        end = first + len(expected)
+        assert moved[:first].tolist() == rows[:first].tolist()
+        assert moved[first:end].tolist() == [row for row, _, _ in expected]
+        assert sorted(moved) == sorted(rows)
+        starts += len(expected)
+        if len(expected) < min(most, len(oldest)) and not slow.is_full():
+            assert moved[end] == oldest[len(expected)]
+            stuck += 1
+    assert starts > 150
+    assert stuck > 20
+
+
+def in_turn(
+    rows: list[int],
+    columns: Columns,
+    may: np.ndarray,
+    liked: tuple[np.ndarray, np.ndarray, np.ndarray],
+    residual: Residual,
+) -> list[list[int]]:
+    """(row, worker, worker if all were liked the same) of each until one fits nowhere."""
+    (liking, toll, free_share), started = liked, []
+    for row in rows:
+        use, free = use_of(columns, row, HORIZON), (residual.batch, residual.kv)
+        able = [g for g in range(4) if may[row, g] and fits(use, free, g)]
+        if not able or residual.is_full():
+            break
+        slots = residual.batch[:, 0]
+        plain = liked_best(dict.fromkeys(able, 0.0), free_share, slots)
+        best = liked_best({g: liking[row, g] for g in able}, free_share, slots)
+        started.append([row, best, plain])
+        liking[:, best] -= toll[:, best]
+        residual.subtract(columns, row, best)
+    return started
+
+
+def test_a_fleet_is_full_when_nobody_has_a_whole_slot_now() -> None:
+    for slots, full in [([0.0, 0.5], True), ([-1.0, 1.0], False), ([], True)]:
+        free = Usage(batch=np.array(slots)[:, None] + [0.0, 9.0], kv=np.ones((len(slots), 2)))
+        nothing = Usage(batch=np.zeros((len(slots), 2)), kv=np.zeros((len(slots), 2)))
+        assert Residual(free, nothing, HORIZON).is_full() is full
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -17,9 +17,10 @@ from service.control.kernels.fleet import pace_of, prompt_steps, startable_worke
 from service.control.kernels.queue import extent, find_aged, settle, weigh, work_of
 from service.control.kernels.room import (
     admit_in_order,
-    best_fit,
     earliest_room,
     fitting,
+    is_full,
+    start_oldest,
     take_out,
 )
 from service.control.kernels.samples import samples
@@ -44,7 +45,8 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     admit_by_best_margin,
     admit_in_order,
     take_out,
-    best_fit,
+    start_oldest,
+    is_full,
     earliest_room,
     fitting,
     distinct_levels,

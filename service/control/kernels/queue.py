@@ -24,6 +24,8 @@ from service.control.kernels.compiled import (
 
 TWO_INTS: Final = types.UniTuple(INT, 2)  # type: ignore[no-untyped-call]
 FOUR_FLOATS: Final = types.UniTuple(FLOAT, 4)  # type: ignore[no-untyped-call]
+DIGITS: Final = 4095
+"""The last binary digits of an order."""
 STEPS, WHOLE_STEPS, FOOTPRINT, REWARD, COST = range(5)
 """Rows of what is kept of a request while it waits."""
 
@@ -249,6 +251,10 @@ def find_aged(
         How many are spared as before; how many ask.
     """
     kept, asked, level = 0, 0, 0
+    # Few are spared, and who is not is mostly told apart by the last digits of its order.
+    perhaps = np.zeros(DIGITS + 1, dtype=np.bool_)
+    for each in spared:
+        perhaps[each & DIGITS] = True
     for row in range(order.size):
         while levels[level] != tier[row]:
             level = (level + 1) % levels.size
@@ -256,7 +262,7 @@ def find_aged(
         if shared:
             age_s *= discount[row]
         bound_s = bounds_s[level]
-        at = np.searchsorted(spared, order[row]) if spared.size else 0
+        at = np.searchsorted(spared, order[row]) if perhaps[order[row] & DIGITS] else spared.size
         if at < spared.size and spared[at] == order[row]:
             still_spared[kept] = row
             kept += 1

@@ -12,7 +12,9 @@ from numba import types
 
 from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.kernels.compiled import (
+    BOOL,
     BOOLS,
+    BOOLS_2D,
     COLUMN,
     FLOAT,
     FLOATS,
@@ -20,6 +22,7 @@ from service.control.kernels.compiled import (
     FLOATS_2D_OUT,
     INT,
     INTS,
+    INTS_OUT,
     NOTHING,
     Column,
     kernel,
@@ -93,25 +96,126 @@ def take_out(
     _take(batch, kv, worker, column, shift, q)
 
 
-@kernel(INT(COLUMN, FLOATS, FLOATS, FLOATS_2D, FLOATS_2D, FLOAT))
-def best_fit(
-    column: Column,
-    margin: FloatArray,
+@kernel(BOOL(FLOATS_2D))
+def is_full(batch: FloatArray) -> bool:
+    """Whether no worker has a free batch slot on the first bucket."""
+    return _is_full(batch)
+
+
+@kernel(
+    STARTED(
+        *(INTS_OUT, INT, FLOATS, INTS, INTS, BOOLS_2D, INTS, FLOATS),
+        *(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS_2D_OUT, FLOATS_2D),
+        *(FLOATS_2D_OUT, FLOATS_2D_OUT, FLOAT, INT),
+    )
+)
+def start_oldest(
+    rows: IntArray,
+    first: int,
+    age_s: FloatArray,
+    order: IntArray,
+    kind: IntArray,
+    reach: BoolArray,
+    workers: IntArray,
     batch_limit: FloatArray,
+    start: FloatArray,
+    steps: FloatArray,
+    footprint: FloatArray,
+    sequences: FloatArray,
+    liking: FloatArray,
+    toll: FloatArray,
+    batch: FloatArray,
+    kv: FloatArray,
+    q: float,
+    most: int,
+) -> IntArray:
+    """Start the oldest of some requests, one by one, until one fits nowhere or no slot is free.
+
+    Args:
+        rows: (m,) who asks; those from `first` on are moved about: those who start come first, in
+            their order, then the one that fits nowhere.
+        first: those before it are left alone.
+        age_s: (n,) seconds waited; the largest goes first.
+        order: (n,) rank by arrival; breaks ties.
+        kind: (n,) row of `reach`.
+        reach: (kinds, g) where a kind may go.
+        workers: (w,) indices of the workers in what is free.
+        batch_limit: (g,) B_g; of equally liked workers the one with the largest free share of it
+            is taken, then the first.
+        start: (n,) of the columns, in iterations.
+        steps: (n,) theirs.
+        footprint: (n,) theirs.
+        sequences: (n,) theirs.
+        liking: (n, w) the most liked worker is taken, or (0, w) where all are liked the same.
+        toll: (n, w) what each start takes from everybody's liking of its worker; as `liking`.
+        batch: (w, N) free batch slots; starts are taken out.
+        kv: (w, N) free KV tokens; likewise.
+        q: iterations per bucket.
+        most: how many may start.
+
+    Returns:
+        (k, 3) the starts in order: request, place of its worker, and the place that it would have
+        had if all were liked the same.
+    """
+    started = np.empty((max(min(rows.size - first, most), 0), 3), dtype=np.int64)
+    count, alike = 0, np.zeros(workers.size)
+    while count < started.shape[0] and not _is_full(batch):
+        place = first + count
+        _bring_oldest(rows, place, age_s, order)
+        row = rows[place]
+        may, column = reach[kind[row]], (start[row], steps[row], footprint[row], sequences[row])
+        plain = best = _best_fit(alike, may, workers, batch_limit, column, batch, kv, q)
+        if liking.shape[0]:
+            own = liking[row]
+            best = _best_fit(own, may, workers, batch_limit, column, batch, kv, q)
+        if best < 0:
+            break
+        _take(batch, kv, best, column, 0, q)
+        for other in range(liking.shape[0]):
+            liking[other, best] -= toll[other, best]
+        started[count, 0], started[count, 1], started[count, 2] = row, best, plain
+        count += 1
+    return started[:count]
+
+
+@part
+def _is_full(batch: FloatArray) -> bool:
+    most = 0.0
+    for g in range(batch.shape[0]):
+        most = max(most, batch[g, 0])
+    return most < 1
+
+
+@part
+def _bring_oldest(rows: IntArray, place: int, age_s: FloatArray, order: IntArray) -> None:
+    """Swap the oldest of the rows from a place on to that place."""
+    at = place
+    for other in range(place + 1, rows.size):
+        one, best = rows[other], rows[at]
+        if age_s[one] > age_s[best] or (age_s[one] == age_s[best] and order[one] < order[best]):
+            at = other
+    rows[place], rows[at] = rows[at], rows[place]
+
+
+@part
+def _best_fit(
+    liking: FloatArray,
+    may: BoolArray,
+    workers: IntArray,
+    batch_limit: FloatArray,
+    column: Column,
     batch: FloatArray,
     kv: FloatArray,
     q: float,
 ) -> int:
-    """The worker that a column fits with the largest (w,) margin above -inf; -1 for none.
-
-    The largest share of batch slots that is free breaks ties, then the index.
-    """
+    """The most liked worker that a column may go to and fits, then the emptiest; -1 for none."""
     found, best, emptiest = -1, -np.inf, -np.inf
-    for g in range(batch.shape[0]):
-        share = batch[g, 0] / batch_limit[g]
-        better = margin[g] > best or (found >= 0 and margin[g] == best and share > emptiest)
+    for g in range(workers.size):
+        margin = liking[g] if may[workers[g]] else -np.inf
+        share = batch[g, 0] / batch_limit[workers[g]]
+        better = margin > best or (found >= 0 and margin == best and share > emptiest)
         if better and _fits(batch[g], kv[g], column, q):
-            found, best, emptiest = g, margin[g], share
+            found, best, emptiest = g, margin, share
     return found
 
 
