@@ -7,12 +7,10 @@ that lets short requests go first runs short ones, so more of that work waits he
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from service.control.config import Kernel
-from service.control.kernels.fleet import pace_of
-from service.control.kernels.queue import work_of
+from service.control.kernels.fleet import work_and_pace
 
 if TYPE_CHECKING:
     from service.control.columns import FloatArray, IntArray
@@ -24,14 +22,13 @@ HEAD_UNUSED: Final = 0.5
 """Part of what the head of the queue needs that is free but too little, while KV memory binds."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """Some of what waits, and the workers that it may go to.
 
     Attributes:
         steps: slot-iterations. workers: how many it may go to.
         slots: of theirs that can be busy with it. steps_per_s: slot-iterations that these do.
-        prompts_s: seconds in which the prompts are computed.
+        prompts_s: seconds in which the prompts are computed; workers do that side by side.
     """
 
     steps: float
@@ -75,28 +72,24 @@ class FirstComeWait:
         return self._wait_s(self._work_from(tier))
 
     def _work_from(self, tier: int) -> _Work:
-        waiting, fleet = self._view.waiting, self._view.fleet
-        tokens = waiting.prompt_tokens, waiting.decode_tokens
-        steps, kv, decoded, prompts = work_of(
-            waiting.sequences, self._steps, *tokens, self._tier, tier
+        view, waiting, fleet = self._view, self._view.waiting, self._view.fleet
+        return _Work(
+            *work_and_pace(
+                waiting.sequences,
+                self._steps,
+                waiting.prompt_tokens,
+                waiting.decode_tokens,
+                self._tier,
+                tier,
+                view.kernel is Kernel.MIXED,
+                HEAD_UNUSED,
+                fleet.batch_limit,
+                fleet.kv_capacity_tokens,
+                fleet.step_s,
+                fleet.prompt_s,
+                waiting.wanted,
+            )
         )
-        if steps <= 0:
-            return _Work(0.0, 0.0, 0.0, 0.0, 0.0)
-        mean_kv = kv / steps
-        needed = mean_kv + decoded / steps / 2.0
-        workers, slots, steps_per_s, token_s = pace_of(
-            fleet.batch_limit,
-            fleet.kv_capacity_tokens,
-            fleet.step_s,
-            fleet.prompt_s,
-            waiting.wanted,
-            mean_kv,
-            HEAD_UNUSED * needed,
-        )
-        if self._view.kernel is Kernel.DECODE_ONLY or not workers:
-            return _Work(steps, workers, slots, steps_per_s, 0.0)
-        # Workers compute prompts side by side.
-        return _Work(steps, workers, slots, steps_per_s, prompts * token_s / workers)
 
     def _wait_s(self, work: _Work) -> float:
         if work.steps <= 0 or not len(self._view.fleet):

@@ -100,6 +100,9 @@ class ForwardLp:
             most = self._startable(view, int(worth[first]), [row for row, _ in pairs])
             old, young = _parted(aged, here, gone)
             started = self._aged.start(view, columns, room, old, most)
+            pairs += started
+            if len(started) >= most or room.residual.is_full():
+                continue
             asking = Asking(
                 columns=columns,
                 rewards=rewards,
@@ -110,7 +113,7 @@ class ForwardLp:
                 prompt=waiting.prompt_tokens,
                 most=most - len(started),
             )
-            pairs += started + self._start_young(view, asking, room)
+            pairs += self._start_young(view, asking, room)
         self._overdue_credit += OVERDUE_SHARE * (len(pairs) - len(gone))
         return pairs
 
@@ -147,8 +150,6 @@ class ForwardLp:
 
     def _start_young(self, view: View, asking: Asking, room: Room) -> list[Pair]:
         """Start by decreasing reduced cost whatever fits."""
-        if asking.most <= 0 or room.residual.is_full():
-            return []
         started = admit_priced(asking, self._offer(view, room), room.residual)
         if room.sway is not None and view.cached is not None:
             for row, worker, other in started:

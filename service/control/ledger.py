@@ -14,6 +14,7 @@ import numpy as np
 from service.control.columns import BoolArray, FloatArray, IntArray, Usage
 from service.control.events import Request
 from service.control.fleet_state import FleetState, OwnLoad
+from service.control.kernels.fleet import sum_over
 from service.control.kernels.tokens import book_tokens
 from service.control.lengths import LengthPredictor
 from service.control.occupancy import Frame, Occupancy
@@ -246,7 +247,7 @@ class Ledger:
     def left_steps(self, workers: BoolArray) -> float:
         """Slot-iterations that our requests on some (g,) workers have left by their forecasts."""
         self._make_room(workers.size)
-        return float(self._left_steps[: workers.size] @ workers)
+        return sum_over(self._left_steps, workers)
 
     def own_load(self, worker: int) -> OwnLoad:
         """What we hold on one worker now, in sequences and in KV tokens."""

@@ -101,7 +101,7 @@ class Occupancy:
 
     def are_stale(self, workers: IntArray) -> bool:
         """Whether some workers' rows, or one of them, must be made."""
-        return bool(self._stale[workers].any())
+        return bool(np.count_nonzero(self._stale[workers]))
 
     def make(self, workers: IntArray, started: Started) -> None:
         """Make the stale ones of some workers' rows."""

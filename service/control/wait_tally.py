@@ -46,12 +46,13 @@ def within_s(share: float, tallies: list[WaitTally]) -> float:
 
     At most RATIO times too long, never longer than the longest; 0 where nobody came.
     """
-    requests = sum(tally.requests for tally in tallies)
+    first, last = tallies[0], tallies[-1]
+    several = last is not first
+    requests = first.requests + (last.requests if several else 0)
     if not requests:
         return 0.0
     # Whole requests: as many as the share leaves may be longer, not one more.
     beyond = math.floor((1.0 - share) * requests + ROUNDING)
-    more = tallies[1].counts if len(tallies) > 1 else np.zeros(0)
-    at = last_within(tallies[0].counts, more, float(beyond))
-    longest_s = max(tally.longest_s for tally in tallies)
-    return min(SHORTEST_S * RATIO**at, longest_s)
+    more = last.counts if several else first.counts[:0]
+    at = last_within(first.counts, more, float(beyond))
+    return min(SHORTEST_S * RATIO**at, max(first.longest_s, last.longest_s))

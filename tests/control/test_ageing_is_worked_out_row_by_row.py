@@ -3,50 +3,53 @@
 import numpy as np
 import pytest
 
-from service.control.kernels.fleet import pace_of
-from service.control.kernels.queue import extent, find_aged, work_of
+from service.control.kernels.fleet import sum_over, work_and_pace
+from service.control.kernels.queue import extent, find_aged
 from service.control.tiers import levels
 
 N = 80
 
 
 @pytest.mark.parametrize("lowest", [-9, 0, 1, 5])
-def test_work_is_added_up_over_the_tiers_that_count(lowest: int) -> None:
-    rng = np.random.default_rng(1)
+@pytest.mark.parametrize("workers", [1, 3, 30, 200, 1024])
+def test_work_of_the_tiers_that_count_meets_what_the_wanted_workers_can_do(
+    lowest: int, workers: int
+) -> None:
+    rng = np.random.default_rng(workers)
     sequences, tier = rng.integers(1, 5, N).astype(float), rng.integers(-2, 3, N)
     prompt, decode = rng.integers(1, 9000, (2, N)).astype(float)
-    steps, here = decode + 1.0, tier >= lowest
-    work = (sequences * steps)[here]
-    assert work_of(sequences, steps, prompt, decode, tier, lowest) == (
-        work.sum(),
-        (work * (prompt + decode / 2.0)[here]).sum(),
-        (work * decode[here]).sum(),
-        prompt[here].sum(),
-    )
-
-
-@pytest.mark.parametrize("workers", [1, 3, 30, 200, 1024])
-@pytest.mark.parametrize("mean_kv", [0.0, 77.7, 1e6])
-def test_what_the_wanted_workers_can_do_is_added_up(workers: int, mean_kv: float) -> None:
-    rng = np.random.default_rng(workers)
     limit = rng.integers(1, 256, workers).astype(float)
     capacity = np.where(rng.random(workers) < 0.2, np.inf, rng.integers(100, 99999, workers))
     step_s, prompt_s = rng.uniform(0.001, 0.1, workers), rng.uniform(0.0, 0.01, workers)
     wanted = rng.random(workers) < 0.7
     wanted[0] = True
-    slots = np.minimum(limit, np.maximum(capacity - 555.5, 1.0) / max(mean_kv, 1.0))
-    assert pace_of(limit, capacity, step_s, prompt_s, wanted, mean_kv, 555.5) == (
-        np.count_nonzero(wanted),
-        slots[wanted].sum(),
-        (slots / step_s)[wanted].sum(),
-        prompt_s[wanted].mean(),
-    )
+    requests, fleet = (sequences, decode + 1.0, prompt, decode), (limit, capacity, step_s, prompt_s)
+    here = tier >= lowest
+    work = (sequences * (decode + 1.0))[here]
+    found = work_and_pace(*requests, tier, lowest, True, 0.5, *fleet, wanted)
+    if not here.any():
+        assert found == (0.0, 0.0, 0.0, 0.0, 0.0)
+        return
+    mean_kv = (work * (prompt + decode / 2.0)[here]).sum() / work.sum()
+    unused = 0.5 * (mean_kv + (work * decode[here]).sum() / work.sum() / 2.0)
+    slots = np.minimum(limit, np.maximum(capacity - unused, 1.0) / max(mean_kv, 1.0))[wanted]
+    count = float(np.count_nonzero(wanted))
+    busy = work.sum(), count, slots.sum(), (slots / step_s[wanted]).sum()
+    assert found == (*busy, prompt[here].sum() * prompt_s[wanted].mean() / count)
+    # Where prompts are computed elsewhere, they take no time here.
+    assert work_and_pace(*requests, tier, lowest, False, 0.5, *fleet, wanted) == (*busy, 0.0)
 
 
 def test_where_nobody_may_go_nothing_is_done() -> None:
-    three = np.ones(3)
-    nobody = np.zeros(3, dtype=np.bool_)
-    assert pace_of(three, three, three, three, nobody, 1.0, 0.0) == (0.0, 0.0, 0.0, 0.0)
+    three, nobody = np.ones(3), np.zeros(3, dtype=np.bool_)
+    requests = (three, three, three, three, np.zeros(3, dtype=np.int64))
+    found = work_and_pace(*requests, 0, True, 0.5, three, three, three, three, nobody)
+    assert found == (3.0, 0.0, 0.0, 0.0, 0.0)
+    assert sum_over(three, nobody) == 0.0
+
+
+def test_some_of_the_workers_are_added_up() -> None:
+    assert sum_over(np.array([1.0, 20.0, 300.0, 4000.0]), np.array([True, False, True])) == 301.0
 
 
 @pytest.mark.parametrize("tier", [[3], [2, 2, 2], [-1, 5, 0, 5]])

@@ -13,8 +13,8 @@ from service.control.kernels.arrivals import (
 )
 from service.control.kernels.calendar import hold, left_tokens, with_others
 from service.control.kernels.descent import descend, price_tokens, reach_of_prices, scarce
-from service.control.kernels.fleet import pace_of, prompt_steps, startable_workers
-from service.control.kernels.queue import extent, find_aged, settle, weigh, work_of
+from service.control.kernels.fleet import prompt_steps, startable_workers, sum_over, work_and_pace
+from service.control.kernels.queue import extent, find_aged, settle, weigh
 from service.control.kernels.room import (
     admit_in_order,
     earliest_room,
@@ -53,9 +53,9 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     free_sequences,
     prompt_steps,
     startable_workers,
-    pace_of,
+    sum_over,
+    work_and_pace,
     settle,
-    work_of,
     extent,
     find_aged,
     weigh,

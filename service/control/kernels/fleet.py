@@ -9,12 +9,22 @@ import numpy as np
 from numba import types
 
 from service.control.columns import BoolArray, FloatArray, IntArray
-from service.control.kernels.compiled import BOOLS, FLOAT, FLOATS, INT, INTS_OUT, kernel
+from service.control.kernels.compiled import (
+    BOOL,
+    BOOLS,
+    FLOAT,
+    FLOATS,
+    INT,
+    INTS,
+    INTS_OUT,
+    kernel,
+    part,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FOUR_FLOATS: Final = types.UniTuple(FLOAT, 4)  # type: ignore[no-untyped-call]
+FIVE_FLOATS: Final = types.UniTuple(FLOAT, 5)  # type: ignore[no-untyped-call]
 UNROLLED: Final = 8
 BLOCK: Final = 128
 DEEP: Final = 128
@@ -120,39 +130,97 @@ def startable_workers(
     return count
 
 
-@kernel(FOUR_FLOATS(FLOATS, FLOATS, FLOATS, FLOATS, BOOLS, FLOAT, FLOAT))
-def pace_of(
+@kernel(FLOAT(FLOATS, BOOLS))
+def sum_over(values: FloatArray, which: BoolArray) -> float:
+    """Sum of some of (g,) whole numbers, which is exact."""
+    total = 0.0
+    for g in range(which.size):
+        total += values[g] if which[g] else 0.0
+    return total
+
+
+@kernel(
+    FIVE_FLOATS(
+        *(FLOATS, FLOATS, FLOATS, FLOATS, INTS, INT, BOOL, FLOAT),
+        *(FLOATS, FLOATS, FLOATS, FLOATS, BOOLS),
+    )
+)
+def work_and_pace(
+    sequences: FloatArray,
+    steps: FloatArray,
+    prompt_tokens: FloatArray,
+    decode_tokens: FloatArray,
+    tier: IntArray,
+    lowest: int,
+    mixed: bool,
+    head_unused: float,
     batch_limit: FloatArray,
     kv_capacity_tokens: FloatArray,
     step_s: FloatArray,
     prompt_s: FloatArray,
     wanted: BoolArray,
-    mean_kv: float,
-    unused_tokens: float,
-) -> tuple[float, float, float, float]:
-    """What the wanted ones of (g,) workers can do side by side.
+) -> tuple[float, float, float, float, float]:
+    """Add up the work of the requests of some tiers, and what workers can do of it side by side.
+
+    Numbers of tokens are whole, so their sums are exact.
 
     Args:
+        sequences: (n,) slots.
+        steps: (n,) decode iterations.
+        prompt_tokens: (n,) s.
+        decode_tokens: (n,) o^.
+        tier: (n,) of value.
+        lowest: the lowest of the tiers that count.
+        mixed: whether workers compute prompts.
+        head_unused: part of the KV tokens that a request needs which nobody can use of a worker.
         batch_limit: (g,) B_g.
         kv_capacity_tokens: (g,) M_g.
         step_s: (g,) seconds of a decode iteration.
         prompt_s: (g,) seconds of a prompt token.
         wanted: (g,) which count.
-        mean_kv: KV tokens of a sequence over its life.
-        unused_tokens: KV tokens of each worker that nobody can use.
 
     Returns:
-        How many count; slots that can be busy; slot-iterations a second; the mean time of a prompt
-        token, 0 where none counts.
+        Work in slot-iterations; how many workers count; slots that can be busy; slot-iterations a
+        second; seconds of the prompts. All 0 where there is no work.
     """
+    work, kv, decoded, prompts = _work_of(
+        sequences, steps, prompt_tokens, decode_tokens, tier, lowest
+    )
+    if work <= 0:
+        return 0.0, 0.0, 0.0, 0.0, 0.0
+    mean_kv = kv / work
+    unused = head_unused * (mean_kv + decoded / work / 2.0)
     slots, rates, tokens_s = np.empty((3, batch_limit.size))
     count = 0
     for g in range(batch_limit.size):
         if wanted[g]:
-            usable = max(kv_capacity_tokens[g] - unused_tokens, 1.0)
+            usable = max(kv_capacity_tokens[g] - unused, 1.0)
             slots[count] = min(batch_limit[g], usable / max(mean_kv, 1.0))
             rates[count] = slots[count] / step_s[g]
             tokens_s[count] = prompt_s[g]
             count += 1
-    token_s = _sum(tokens_s, count) / count if count else 0.0
-    return float(count), _sum(slots, count), _sum(rates, count), token_s
+    prompts_s = 0.0
+    if mixed and count:
+        prompts_s = prompts * (_sum(tokens_s, count) / count) / count
+    return work, float(count), _sum(slots, count), _sum(rates, count), prompts_s
+
+
+@part
+def _work_of(
+    sequences: FloatArray,
+    steps: FloatArray,
+    prompt_tokens: FloatArray,
+    decode_tokens: FloatArray,
+    tier: IntArray,
+    lowest: int,
+) -> tuple[float, float, float, float]:
+    """Slot-iterations; these x mean KV of a life; x decode tokens; and prompt tokens."""
+    total, kv, decoded, prompts = 0.0, 0.0, 0.0, 0.0
+    for row in range(sequences.size):
+        if tier[row] >= lowest:
+            work = sequences[row] * steps[row]
+            total += work
+            kv += work * (prompt_tokens[row] + decode_tokens[row] / 2.0)
+            decoded += work * decode_tokens[row]
+            prompts += prompt_tokens[row]
+    return total, kv, decoded, prompts

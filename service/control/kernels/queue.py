@@ -23,7 +23,6 @@ from service.control.kernels.compiled import (
 )
 
 TWO_INTS: Final = types.UniTuple(INT, 2)  # type: ignore[no-untyped-call]
-FOUR_FLOATS: Final = types.UniTuple(FLOAT, 4)  # type: ignore[no-untyped-call]
 DIGITS: Final = 4095
 """The last binary digits of an order."""
 STEPS, WHOLE_STEPS, FOOTPRINT, REWARD, COST = range(5)
@@ -154,40 +153,6 @@ def weigh(
             new[found] = row
             found += 1
     return found
-
-
-@kernel(FOUR_FLOATS(FLOATS, FLOATS, FLOATS, FLOATS, INTS, INT))
-def work_of(
-    sequences: FloatArray,
-    steps: FloatArray,
-    prompt_tokens: FloatArray,
-    decode_tokens: FloatArray,
-    tier: IntArray,
-    lowest: int,
-) -> tuple[float, float, float, float]:
-    """Add up the work of the requests of some tiers; numbers of tokens are whole, sums exact.
-
-    Args:
-        sequences: (n,) slots.
-        steps: (n,) decode iterations.
-        prompt_tokens: (n,) s.
-        decode_tokens: (n,) o^.
-        tier: (n,) of value.
-        lowest: the lowest of the tiers that count.
-
-    Returns:
-        Work in slot-iterations; work x mean KV of a sequence over its life; work x decode tokens;
-        prompt tokens.
-    """
-    total, kv, decoded, prompts = 0.0, 0.0, 0.0, 0.0
-    for row in range(sequences.size):
-        if tier[row] >= lowest:
-            work = sequences[row] * steps[row]
-            total += work
-            kv += work * (prompt_tokens[row] + decode_tokens[row] / 2.0)
-            decoded += work * decode_tokens[row]
-            prompts += prompt_tokens[row]
-    return total, kv, decoded, prompts
 
 
 @kernel(TWO_INTS(INTS))
