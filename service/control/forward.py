@@ -13,8 +13,6 @@ What differs from the paper, and why (docs/decisions.md has the measurements):
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from service.control.aged import AgedStarts
@@ -204,22 +202,19 @@ class ForwardLp:
         settings, fleet, horizon = self._config.prices, view.fleet, view.horizon
         self._refreshes += 1
         seed = self._config.seed + self._refreshes
-        recorded = self._history.frozen()
+        recorded, count = self._history.whenever(), len(self._history)
         capacity, warm, arrivals = view.capacity(), self._solution, expected_arrivals(view)
         occupancy = view.frozen_occupancy(horizon, 0.0)
 
         def problem() -> PriceProblem:
-            residual, scale = occupancy(), kv_scale(fleet.kv_capacity_tokens)
-            np.subtract(capacity.batch, residual.batch, out=residual.batch)
-            np.subtract(capacity.kv, residual.kv, out=residual.kv)
-            history, rewards = recorded(0.0)
-            spread = np.random.default_rng(seed).uniform(0.0, horizon.iterations, rewards.size)
+            scale = kv_scale(fleet.kv_capacity_tokens)
+            # Re-timed: anywhere on the look-ahead.
+            spread = np.random.default_rng(seed).uniform(0.0, horizon.iterations, count)
+            columns, rewards = recorded(np.rint(spread))
             return PriceProblem(
                 horizon=horizon,
-                scarcity=scarcity(residual, arrivals, scale),
-                columns=replace(
-                    history, worker=np.zeros_like(history.worker), start=spread.round()
-                ),
+                scarcity=scarcity(capacity, arrivals, scale, occupancy()),
+                columns=columns,
                 rewards=rewards,
                 warm=_prices(warm, fleet, horizon),
                 any_worker=True,

@@ -295,6 +295,7 @@ class Ledger:
     ) -> Callable[[], Usage]:
         """What `occupancy` of all workers would give now, to be worked out later in any thread.
 
+        Nobody may write to what is given.
         Only copies are made here, of what is not kept already: at most NUMBERS and TIMES
         of every started request, the rows kept, and the lengths learned.
         """
@@ -307,7 +308,7 @@ class Ledger:
         def occupancy() -> Usage:
             if started is not None:
                 kept.make(everyone, started)
-            return kept.plus(everyone, *foreign)
+            return kept.all_plus(*foreign)
 
         return occupancy
 

@@ -107,6 +107,12 @@ class Occupancy:
         """Make the stale ones of some workers' rows."""
         started.hold(workers, self._usage, self._stale, self._late)
 
+    def all_plus(self, batch: FloatArray, kv: FloatArray) -> Usage:
+        """(g, N) all rows, which are fresh, with (g,) amounts added; where none are, no copy."""
+        if not (batch.any() or kv.any()):
+            return self._usage
+        return self.plus(np.arange(batch.size), batch, kv)
+
     def plus(self, workers: IntArray, batch: FloatArray, kv: FloatArray) -> Usage:
         """(w, N) rows that are fresh, with (g,) the same amounts added on every bucket."""
         shape = (workers.size, self._usage.batch.shape[1])

@@ -282,6 +282,20 @@ class History:
         """All recorded columns relative to a look-ahead that begins at `origin`, and rewards."""
         return self.frozen()(origin)
 
+    def whenever(self) -> Callable[[FloatArray], tuple[Columns, FloatArray]]:
+        """All recorded columns as if they began elsewhere, on worker 0, and rewards.
+
+        To be worked out later in any thread, for (n,) starts on the relative axis.
+        """
+        steps, footprint, sequences, reward = self._rows[2:, : self._size].copy()
+
+        def columns(start: FloatArray) -> tuple[Columns, FloatArray]:
+            worker = np.zeros(start.size, dtype=np.int64)
+            sizes = {"steps": steps, "footprint": footprint, "sequences": sequences}
+            return Columns(worker=worker, start=start, **sizes), reward
+
+        return columns
+
     def frozen(self) -> Callable[[float], tuple[Columns, FloatArray]]:
         """What `columns` gives now, to be worked out later in any thread."""
         worker, start, steps, footprint, sequences, reward = self._rows[:, : self._size].copy()

@@ -38,20 +38,28 @@ def kv_scale(kv_capacity_tokens: FloatArray) -> float:
     return 1.0 / most if most else 0.0
 
 
-def scarcity(residual: Usage, expected_arrivals: float, scale: float) -> Usage:
+def scarcity(
+    capacity: Usage, expected_arrivals: float, scale: float, used: Usage | None = None
+) -> Usage:
     """d_k = remaining capacity / max(1, n^_remain), KV in normalised units.
+
+    Args:
+        capacity: (g, N), or (g, 1) where it is the same on every bucket.
+        expected_arrivals: n^_remain.
+        scale: normalised KV units per token.
+        used: (g, N) what of it does not remain; None for nothing.
 
     Source: [OLP] eq. (11). Unknown (infinite) KV capacity is never scarce: its entry is so large
     that no column can lift its price above zero.
     """
     share = 1.0 / max(1.0, expected_arrivals)
-    shape = residual.batch.shape
+    if used is None:
+        used = Usage(batch=np.zeros(capacity.batch.shape), kv=np.zeros(capacity.kv.shape))
+    shape = used.batch.shape
     found = Usage(batch=np.empty(shape), kv=np.empty(shape))
-    scarce(
-        *(residual.batch, residual.kv),
-        *(share, scale * share, NEVER_SCARCE),
-        *(found.batch, found.kv),
-    )
+    whole = np.broadcast_to(capacity.batch, shape), np.broadcast_to(capacity.kv, shape)
+    amounts = *whole, used.batch, used.kv
+    scarce(*amounts, *(share, scale * share, NEVER_SCARCE), *(found.batch, found.kv))
     return found
 
 

@@ -117,7 +117,7 @@ class View:
             iterations before now (with a lead: before now plus that): (w, N) for some workers,
             (g, N) for None; computed on demand.
         frozen_occupancy: makes the copies from which that of all workers, as it is now, can be
-            worked out later in any thread.
+            worked out later in any thread, to be read alone.
         kv_ceiling_tokens: most KV that a worker's started requests will ever hold, others' load
             included, given what rounding may add to a sequence; infinity when that cannot be told
             cheaply.

@@ -144,41 +144,48 @@ def _unseen_tokens(elapsed_s: float, iteration_s: float, limit: float) -> float:
 
 
 @part
-def _laid(
-    start: float, steps: float, footprint: float, block: float, q: float, whole: bool
-) -> tuple[float, float]:
-    """End of a column and its KV level (use at an edge, less the edge) in whole blocks.
+def _held_up(start: float, offset: float, wait_s: float, iteration_s: float) -> tuple[float, float]:
+    """Start of a column whose request still waits for its prompt, and how long it holds nothing.
 
-    As columns.in_whole_blocks counts them.
+    Where it begins later than now it counts from now on.
     """
-    if whole:
-        at_edge = footprint - start
-        footprint += np.ceil(at_edge / block) * block - at_edge
-        steps = np.ceil((start + steps) / q) * q - start
-    else:
-        footprint += block - 1.0
-    return start + steps, footprint - start
+    if wait_s <= 0:
+        return start, 0.0
+    start += wait_s / iteration_s
+    early = max(start - offset, 0.0)
+    return start - early, early
 
 
 @part
-def _last(end: float, buckets: int, q: float) -> int:
-    """Last bucket that a column which runs now holds; -1 for none.
+def _laid(
+    end: float, level: float, block: float, q: float, whole: bool, buckets: int
+) -> tuple[int, float, float]:
+    """Lay out what runs now: its last bucket, its KV level, what its KV lacks at its last edge.
 
-    It holds every bucket up to that one, so a sum from the right over last buckets does the work of
-    range adds. Seen from now, whatever was started has a token to go.
+    It holds every bucket up to the last one, -1 for none, so a sum from the right over last buckets
+    does the work of range adds. The level (use at an edge, less the edge) is in whole blocks, as
+    columns.in_whole_blocks counts them. Where a bucket is whole blocks, the end is a bucket's too.
     """
-    return int(np.ceil(min(end, buckets * q) / q)) - 1 if end > 0 else -1
+    if whole:
+        return min(int(np.ceil(end / q)), buckets) - 1, np.ceil(level / block) * block, 0.0
+    last = int(np.ceil(min(end, buckets * q) / q)) - 1
+    return last, level + (block - 1.0), max((last + 1) * q - end, 0.0)
 
 
 @part
 def _sum_up(batch: FloatArray, kv: FloatArray, short: FloatArray, reach: int, q: float) -> None:
-    """Turn amounts by last bucket into what is held on each: sums from the right."""
+    """Turn amounts by last bucket into what is held on each: sums from the right.
+
+    `short` is (N,), or (0,) where nothing lacks anything.
+    """
     slots, level = 0.0, 0.0
     for bucket in range(reach - 1, -1, -1):
         slots += batch[bucket]
         level += kv[bucket]
         batch[bucket] = slots
-        kv[bucket] = level + slots * ((bucket + 1) * q) - short[bucket]
+        kv[bucket] = level + slots * ((bucket + 1) * q)
+        if short.size:
+            kv[bucket] -= short[bucket]
 
 
 @kernel(NOTHING(INTS, *ROWS, *STARTED, *TIMES, *FRAME, *SURVIVAL))
@@ -222,7 +229,8 @@ def hold(
     q, offset, prefill, now_s = frame[0], frame[1], frame[2], frame[3]
     buckets = batch.shape[1]
     place, whole = _places(wanted, stale, block_tokens, q)
-    reach, short = np.zeros(whole.size, np.int64), np.zeros((whole.size, buckets))
+    reach = np.zeros(whole.size, np.int64)
+    short = np.zeros((whole.size, 0 if whole.all() else buckets))
     _clear(wanted, place, batch, kv)
     _clear(wanted, place, stale, late)
     for row in range(worker.size):
@@ -241,17 +249,16 @@ def hold(
         total = max(min(total, limit[row]), seen + 1.0)
         # A prefill counts as done when it has begun: whether it still runs cannot be known, and
         # taking it for done never understates the KV it holds.
-        start = offset - (seen + prefill) - lead[g] + wait_s / iteration_s[g]
-        early = max(start - offset, 0.0)
-        start, steps = start - early, total + prefill + early
-        footprint = prompt_tokens[row] - prefill
-        end, level = _laid(start, steps, footprint, block_tokens[g], q, whole[at])
-        last = _last(end, buckets, q)
+        start = offset - (seen + prefill) - lead[g]
+        start, early = _held_up(start, offset, wait_s, iteration_s[g])
+        end, level = start + (total + prefill + early), prompt_tokens[row] - prefill - start
+        last, level, lack = _laid(end, level, block_tokens[g], q, whole[at], buckets)
         if last >= 0:
             reach[at] = max(reach[at], last + 1)
             batch[g, last] += sequences[row]
             kv[g, last] += sequences[row] * level
-            short[at, last] += sequences[row] * max((last + 1) * q - end, 0.0)
+            if lack > 0:
+                short[at, last] += sequences[row] * lack
     for g in wanted:
         if place[g] >= 0:
             _sum_up(batch[g], kv[g], short[place[g]], reach[place[g]], q)

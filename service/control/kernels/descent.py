@@ -308,19 +308,25 @@ def price_tokens(
     _sum_prices(least[0], least[1], 0, reach, (1.0, q), sums)
 
 
-@kernel(NOTHING(*SCARCE, FLOAT, FLOAT, FLOAT, *PRICES))
+@kernel(NOTHING(*[FLOATS_2D] * 2, *SCARCE, *[FLOAT] * 3, *PRICES))
 def scarce(
-    residual_batch: FloatArray,
-    residual_kv: FloatArray,
+    capacity_batch: FloatArray,
+    capacity_kv: FloatArray,
+    used_batch: FloatArray,
+    used_kv: FloatArray,
     share: float,
     kv_share: float,
     never_scarce: float,
     batch: FloatArray,
     kv: FloatArray,
 ) -> None:
-    """Put d_k of (g, N) residual capacity into (g, N); that of KV which is not known is given."""
+    """Put d_k into (g, N): of capacity less what is used; that of KV which is not known is given.
+
+    Capacity may lie in memory once for all buckets.
+    """
     for g in range(batch.shape[0]):
         for bucket in range(batch.shape[1]):
-            free = residual_kv[g, bucket]
-            batch[g, bucket] = max(residual_batch[g, bucket], 0.0) * share
+            free = capacity_kv[g, bucket] - used_kv[g, bucket]
+            slots = capacity_batch[g, bucket] - used_batch[g, bucket]
+            batch[g, bucket] = max(slots, 0.0) * share
             kv[g, bucket] = max(free * kv_share, 0.0) if np.isfinite(free) else never_scarce
