@@ -39,14 +39,15 @@ class Cached:
 
     Attributes:
         tokens: (n, g) prompt tokens of each waiting request that each worker is believed to hold.
-        pending: (g,) prompt tokens started on each worker and not computed yet.
         tokens_per_s: (g,) prompt tokens that each worker computes in a second, as learned.
+        spared: (g,) tokens of prompts started on each worker, whose first tokens are still to come,
+            that it does not compute: its cache holds them.
         unswayed: to be filled by the policy: where a started row would have gone without reward.
     """
 
     tokens: FloatArray
-    pending: FloatArray
     tokens_per_s: FloatArray
+    spared: FloatArray
     unswayed: dict[int, int] = field(default_factory=dict)
 
 
@@ -136,8 +137,8 @@ class Affinity:
         self._refresh()
         self._shown = Cached(
             self._rows[rows],
-            self._pace.pending(self._ids),
             self._pace.tokens_per_s(self._ids),
+            self._pace.spared(self._ids),
         )
         return self._shown
 
@@ -163,6 +164,7 @@ class Affinity:
         if request.streams and not self._fleet.decodes()[worker]:
             left = request.prompt_tokens - held
             self._pace.start(request.request_id, worker_id, left, now_s)
+            self._pace.spare(request.request_id, held)
 
     def computed(self, request_id: str, now_s: float) -> None:
         """A started request has its first token."""

@@ -236,8 +236,8 @@ class AffinityConfig:
     Traffic whose prompts have no beginning in common is decided alike with it and without.
 
     Attributes:
-        weight: multiplies the reward, which is in the units of the weights: 1 counts the time that
-            is really saved; 0 switches affinity off.
+        weight: multiplies the cached tokens, no further than to the whole prompt: 1 counts the time
+            that is really saved; 0 switches affinity off.
         crowding: how much longer an iteration of a full batch takes than one of an almost empty
             batch, as a share; 0.3 is Llama-3-8B on an A100 with 32 sequences. Larger spreads hot
             prefixes wider.

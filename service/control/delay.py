@@ -7,8 +7,9 @@ meanwhile. So starting request n on worker g takes, in iterations of everybody's
 
 v_g iterations that the worker takes for a prompt token, as first tokens show (token_pace.py), never
 fewer than workers do on average; s prompt tokens; a sequences on the worker; ahead prompt tokens
-that were sent there and are not computed. It is what sway.py counts where nothing is cached, and
-what published.py cannot see: the paper counts a prefill as one iteration.
+that were sent there and have to be computed yet. Of a request that a worker has cached something of
+sway.py counts the same, less what the cache saves. published.py cannot see it: the paper counts a
+prefill as one iteration.
 
 Only the differences between a request's workers count, and only between those that prices leave
 equally good: what a prompt costs at best stands in its reward already. Within a tick every start
@@ -27,7 +28,7 @@ from service.control.pricing import normalizer
 
 if TYPE_CHECKING:
     from service.control.columns import BoolArray, FloatArray, IntArray
-    from service.control.config import ControlConfig
+    from service.control.config import ControlConfig, Weights
     from service.control.view import View
 
 
@@ -57,17 +58,33 @@ class Waits:
         # Little is learned of a worker before its first tokens come: without the others' pace it
         # would look fast, and take everything for as long as none comes.
         prompt_s = np.maximum(fleet.prompt_s[workers], known.mean())
-        own = weights.e2e + weights.ttft
-        others = weights.e2e + weights.throughput
-        lines = np.array(
-            [
-                prompt_s / (float(fleet.step_s.mean()) * normalizer(config)),
-                own + others * fleet.outstanding[workers],
-                own * fleet.ahead_tokens[workers],
-            ]
-        )
+        pace = prompt_s / (float(fleet.step_s.mean()) * normalizer(config))
+        lines = np.array([pace, *held_up_and_before(view, config, workers)])
         value = waiting.value * waiting.discount if waiting.shared else waiting.value
-        return Waits(lines, value, own + others)
+        return Waits(lines, value, sum(iteration_weights(weights)))
+
+
+def iteration_weights(weights: Weights) -> tuple[float, float]:
+    """What an iteration more counts until a first token, and for each request that decodes."""
+    return weights.e2e + weights.ttft, weights.e2e + weights.throughput
+
+
+def held_up_and_before(
+    view: View, config: ControlConfig, workers: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """Weigh what waits for a prompt on w workers, and what it waits for there.
+
+    Returns:
+        (w,) what the time of one of its tokens counts: for itself and for all that decode there.
+        (w,) prompt tokens to compute before it, times what waiting for one counts. What caches are
+        believed to hold of them takes no time.
+    """
+    fleet, weights = view.fleet, config.weights
+    own, others = iteration_weights(weights)
+    ahead = fleet.ahead_tokens[workers]
+    if view.cached is not None:
+        ahead = np.maximum(ahead - view.cached.spared[workers], 0.0)
+    return own + others * fleet.outstanding[workers], own * ahead
 
 
 @dataclass(frozen=True, slots=True, eq=False)

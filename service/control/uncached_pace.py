@@ -38,21 +38,33 @@ RATIO_MAX = 32.0
 
 @dataclass(slots=True)
 class _Computing:
-    """A prompt on its way: where, how many tokens, since when, and whether it began there alone."""
+    """A prompt on its way.
+
+    Attributes:
+        worker_id: where. tokens: to compute. spared: held by the cache.
+        began_s: since when. alone: whether no other one was there then.
+    """
 
     worker_id: str
     tokens: float
     began_s: float
     alone: bool
+    spared: float = 0.0
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Tokens of prompts on one worker and the seconds they took, the recent ones weighing most."""
+    """Of prompts on one worker.
+
+    Attributes:
+        tokens: that were computed. seconds: that took; the recent ones weigh most in both.
+        pending: tokens that are to be computed now. spared: held by the cache beside them.
+    """
 
     tokens: float = 0.0
     seconds: float = 0.0
     pending: float = 0.0
+    spared: float = 0.0
 
 
 class UncachedPace:
@@ -76,6 +88,13 @@ class UncachedPace:
         self._computing[request_id] = _Computing(worker_id, tokens, now_s, alone)
         seen.pending += tokens
 
+    def spare(self, request_id: str, tokens: float) -> None:
+        """So many tokens more of a prompt that was started are in its worker's cache."""
+        prompt = self._computing.get(request_id)
+        if prompt is not None:
+            prompt.spared += tokens
+            self._seen[prompt.worker_id].spared += tokens
+
     def computed(self, request_id: str, now_s: float, iteration_s: float) -> None:
         """A first token came, from a worker whose iterations take so long."""
         prompt = self._computing.get(request_id)
@@ -98,6 +117,8 @@ class UncachedPace:
             # Sums of floats: what is left of them must not keep the next prompt from being alone.
             left = seen.pending - prompt.tokens
             seen.pending = left if left > 0.5 else 0.0
+            left = seen.spared - prompt.spared
+            seen.spared = left if left > 0.5 else 0.0
 
     def where(self, request_id: str) -> str:
         """The worker that computes a prompt; "" for none."""
@@ -110,9 +131,9 @@ class UncachedPace:
         kept = {name: one for name, one in self._computing.items() if one.worker_id != worker_id}
         self._computing = kept
 
-    def pending(self, worker_ids: Sequence[str]) -> FloatArray:
-        """(g,) prompt tokens started on each worker and not computed yet."""
-        return np.array([self._seen[w].pending if w in self._seen else 0.0 for w in worker_ids])
+    def spared(self, worker_ids: Sequence[str]) -> FloatArray:
+        """(g,) tokens of the prompts on each worker that its cache holds."""
+        return np.array([self._seen[w].spared if w in self._seen else 0.0 for w in worker_ids])
 
     def tokens_per_s(self, worker_ids: Sequence[str]) -> FloatArray:
         """(g,) prompt tokens that each worker computes in a second.

@@ -125,6 +125,63 @@ def test_a_shadow_price_outbids_the_cache() -> None:
     assert send(router, "third", prefix("talk", 16), 2.1) != home
 
 
+def waits_at_home(router: Router, shared: int, computing: int) -> tuple[str, str]:
+    """A prompt of 100 chunks comes, some cached where another prompt has to be computed first.
+
+    Returns:
+        The worker that has them, and where the prompt was started.
+    """
+    home = send(router, "first", prefix("talk", 100), 0.0)
+    finish(router, "first", 0.5)
+    if computing:
+        router.handle(ask("busy", 1.0, prompt=computing, pinned_worker=home), 1.0)
+        router.tick(1.0)
+    common, own = prefix("talk", 100), prefix("mine", 100)
+    head = replace(common, hashes=common.hashes[:shared] + own.hashes[shared:])
+    return home, send(router, "second", head, 1.1)
+
+
+def learn_pace(router: Router) -> None:
+    """Both workers show the same pace at prompts: first tokens after 0.1 ms a token."""
+    for turn, prompt in enumerate((200, 2000, 400, 3000)):
+        for worker in ("w0", "w1"):
+            name, now_s = f"{worker} {turn}", turn - 10.0
+            router.handle(ask(name, now_s, prompt=prompt, pinned_worker=worker), now_s)
+            assert len(starts(router.tick(now_s))) == 1
+            finish(router, name, now_s + 1e-4 * prompt)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_cached_prefix_weighs_what_it_saves_and_the_prompts_before_it_what_they_cost(
+    *, learned: bool
+) -> None:
+    """A little of a prompt is not worth a wait for a longer one; nearly all of it is."""
+    for shared, computing, follows in (
+        (5, 3000, False),
+        (90, 3000, True),
+        (5, 0, True),
+        (90, 12_000, False),
+    ):
+        router = fleet(CONFIG)
+        if learned:
+            learn_pace(router)
+        home, chosen = waits_at_home(router, shared, computing)
+        assert (chosen == home) == follows, (shared, computing)
+
+
+def test_what_a_cache_spares_is_waited_for_by_nobody() -> None:
+    """Of a long prompt before it a request waits only for what has to be computed."""
+    for name, follows in (("talk", True), ("news", False)):
+        router = fleet(CONFIG)
+        learn_pace(router)
+        home = send(router, "first", prefix("talk", 100), 0.0)
+        finish(router, "first", 0.5)
+        again = ask("again", 1.0, prompt=6400, prefix=prefix(name, 100), pinned_worker=home)
+        router.handle(again, 1.0)
+        router.tick(1.0)
+        assert (send(router, "next", prefix("talk", 60), 1.1) == home) == follows
+
+
 @pytest.mark.parametrize("workers", [2, 4])
 def test_one_hot_session_spills_over_the_fleet(workers: int) -> None:
     """Long answers to one common prompt do not pile up on the worker that has it."""

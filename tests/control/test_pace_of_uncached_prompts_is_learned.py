@@ -57,9 +57,9 @@ def test_prompts_of_a_worker_that_began_anew_teach_nothing() -> None:
     pace.start("before", "w0", 5000.0, 0.0)
     pace.forget("w0")
     pace.start("after", "w0", 1000.0, 1.0)
-    assert pace.pending(["w0"]).tolist() == [1000.0]
+    assert pace._seen["w0"].pending == 1000.0
     pace.computed("before", 100.0, ITERATION_S)
-    assert pace.pending(["w0"]).tolist() == [1000.0]
+    assert pace._seen["w0"].pending == 1000.0
     assert pace.tokens_per_s(["w0"]) == pytest.approx([TOLD])
 
 
@@ -81,21 +81,21 @@ def test_short_prompts_and_those_behind_others_tell_nothing() -> None:
     pace.computed("short", 5.0, ITERATION_S)
     pace.start("first", "w0", 1000.0, 10.0)
     pace.start("behind", "w0", 1000.0, 10.0)
-    assert pace.pending(["w0", "w1"]).tolist() == [2000.0, 0.0]
+    assert pace._seen["w0"].pending == 2000.0
     pace.drop("first")
     pace.computed("behind", 99.0, ITERATION_S)
     assert pace.tokens_per_s(["w0"]) == pytest.approx([TOLD])
-    assert pace.pending(["w0"]).tolist() == [0.0]
+    assert pace._seen["w0"].pending == 0.0
 
 
 def test_what_is_followed_has_a_bound() -> None:
     pace = UncachedPace(TOLD)
     for number in range(PENDING_MAX + 10):
         pace.start(str(number), "w0", 1.0, 0.0)
-    assert pace.pending(["w0"])[0] == PENDING_MAX
+    assert pace._seen["w0"].pending == PENDING_MAX
     for number in range(PENDING_MAX + 10):
         pace.drop(str(number))
-    assert pace.pending(["w0"])[0] == 0.0
+    assert pace._seen["w0"].pending == 0.0
 
 
 def test_the_router_tells_the_pace_it_has_seen() -> None:
@@ -119,7 +119,4 @@ def test_a_decode_worker_has_no_prompts_to_compute() -> None:
         router.handle(WorkerJoined(spec), 0.0)
     router.handle(ask("first", 0.0, prompt=900, prefix=prefix("talk", 12)), 0.0)
     assert [worker_id for _, worker_id in starts(router.tick(0.0))] == ["d"]
-    router.handle(ask("second", 0.1, prompt=900, prefix=prefix("talk", 12)), 0.1)
-    cached = router._sight.view(0.1, 1.0).cached
-    assert cached is not None
-    assert cached.pending.tolist() == [0.0]
+    assert router._affinity._pace.where("first") == ""
