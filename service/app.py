@@ -52,7 +52,7 @@ from service.trace import NoTracer, Tracer
 from service.tracing_config import TracingConfig
 from service.ways import Doors, Ways, make_ways
 from service.worker_config import WorkerConfig
-from service.worker_link import WorkerTransport, make_client
+from service.worker_link import WorkerTransport
 
 RESTART_S: Final = 1.0
 
@@ -136,16 +136,22 @@ def assemble(settings: Settings, rereading: Rereading | None = None) -> Service:
     app.include_router(admin_routes(staff))
     answer_unknown_paths(app)
     app.openapi = document_of(app)  # type: ignore[method-assign]
-    app.add_middleware(
-        Edge,
-        ways=parts.ways,
-        telemetry=parts.telemetry,
-        door=parts.door,
-        inside=parts.inside,
-        config=lambda: apply.settings.edge,
-        log=parts.log,
-        tracer=parts.tracer,
-    )
+    inner = app.build_middleware_stack
+
+    def behind_the_edge() -> Edge:
+        """Nothing of the framework's own stands around a relayed request, only around the rest."""
+        return Edge(
+            inner(),
+            ways=parts.ways,
+            telemetry=parts.telemetry,
+            door=parts.door,
+            inside=parts.inside,
+            config=lambda: apply.settings.edge,
+            log=parts.log,
+            tracer=parts.tracer,
+        )
+
+    app.build_middleware_stack = behind_the_edge  # type: ignore[method-assign]
     return Service(
         app=app,
         queue=parts.queue,
@@ -161,7 +167,7 @@ class _Parts:
     telemetry: Telemetry
     refresher: ThreadRefresher
     queue: CentralQueue
-    client: httpx.AsyncClient
+    probing: httpx.AsyncBaseTransport
     fleet: Fleet
     crew: Crew
     light: LightPath
@@ -196,8 +202,8 @@ def _build_parts(settings: Settings) -> _Parts:
         link_local=settings.fleet.allow_link_local,
         tls=lambda: worker_tls.context,
     )
-    client = make_client(open_transport(), connect_timeout_s=settings.forward.connect_timeout_s)
-    fleet = Fleet((), settings.watch, client, queue.publish)
+    probing = open_transport()
+    fleet = Fleet((), settings.watch, probing, queue.publish)
     crew = Crew(fleet, open_transport)
     forwarder = Forwarder(
         worker=crew.workers.__getitem__,
@@ -219,7 +225,7 @@ def _build_parts(settings: Settings) -> _Parts:
         telemetry=telemetry,
         refresher=refresher,
         queue=queue,
-        client=client,
+        probing=probing,
         fleet=fleet,
         crew=crew,
         light=light,
@@ -362,7 +368,7 @@ def _lifespan(
             await stack.enter_async_context(mocks)
             stack.push_async_callback(parts.tracer.aclose)
             stack.push_async_callback(parts.crew.aclose)
-            stack.push_async_callback(parts.client.aclose)
+            stack.push_async_callback(parts.probing.aclose)
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(_keep_running(name, run, parts.log), name=name)

@@ -35,7 +35,7 @@ class Fleet:
     Args:
         workers: to begin with; more may be added later.
         config: pauses and limits of the watches.
-        client: for health checks, scrapes and model lists, not shared with relayed traffic, so
+        transport: for health checks, scrapes and model lists, not shared with relayed traffic, so
             that a full pool never delays them; owned by the caller.
         publish: takes the events; must not raise or wait.
         seed: of the jitter.
@@ -45,12 +45,12 @@ class Fleet:
         self,
         workers: Iterable[WorkerConfig],
         config: WatchConfig,
-        client: httpx.AsyncClient,
+        transport: httpx.AsyncBaseTransport,
         publish: Publish,
         seed: int = 0,
     ) -> None:
         self._config = config
-        self._client = client
+        self._transport = transport
         self._publish = publish
         self._seed = seed
         self._watches: dict[str, WorkerWatch] = {}
@@ -91,7 +91,7 @@ class Fleet:
                 rank.join()
             return
         rng = random.Random(f"{self._seed} {worker_id}")
-        watch = WorkerWatch((worker,), self._config, self._client, self._publish, rng)
+        watch = WorkerWatch((worker,), self._config, self._transport, self._publish, rng)
         self._watches[worker_id] = watch
         if self._group is not None:
             self._start(watch)

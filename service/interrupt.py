@@ -7,6 +7,7 @@ chunk would cost two tasks a chunk; this costs nothing until it fires.
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -86,15 +87,17 @@ class Watchdog:
     def __init__(self, interrupt: Interrupt) -> None:
         self._interrupt = interrupt
         self._loop = asyncio.get_running_loop()
+        self._now_s = self._loop.time
         self._timer: asyncio.TimerHandle | None = None
+        self._rings_s = math.inf
         self._deadline_s = 0.0
         self._reason: Callable[[], BidgateError] | None = None
 
     def expect(self, reason: Callable[[], BidgateError], within_s: float) -> None:
         """Wait for something new: trip with reason() unless `expect` or `stop` comes in time."""
         self._reason = reason
-        self._deadline_s = self._loop.time() + within_s
-        if self._timer is None or self._timer.when() > self._deadline_s:
+        self._deadline_s = self._now_s() + within_s
+        if self._rings_s > self._deadline_s:
             self._arm()
 
     def stop(self) -> None:
@@ -103,17 +106,19 @@ class Watchdog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self._rings_s = math.inf
 
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._rings_s = self._deadline_s
         self._timer = self._loop.call_at(self._deadline_s, self._check)
 
     def _check(self) -> None:
-        self._timer = None
+        self._timer, self._rings_s = None, math.inf
         if self._reason is None:
             return
-        if self._loop.time() >= self._deadline_s:
+        if self._now_s() >= self._deadline_s:
             self._interrupt.trip(self._reason())
         else:
             self._arm()

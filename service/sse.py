@@ -147,15 +147,17 @@ class _EventMeter(ABC):
         data = self._rest + chunk if self._rest else chunk
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
-        end = data.rfind(b"\n\n") + 2
-        if end == 1:
-            # An event this long is no token event; what counts is that memory is bounded.
-            self._rest = data if len(data) <= EVENT_BYTES_MAX else data[-2:]
-            return
-        self._rest = data[end:]
-        events = data[:end] if self._rest else data
+        if data.endswith(b"\n\n"):
+            events, self._rest = data, b""
+        else:
+            end = data.rfind(b"\n\n") + 2
+            if end == 1:
+                # An event this long is no token event; what counts is that memory is bounded.
+                self._rest = data if len(data) <= EVENT_BYTES_MAX else data[-2:]
+                return
+            events, self._rest = data[:end], data[end:]
         self._count(events)
-        told = usage_tokens(events)
+        told = usage_tokens(events) if b'_tokens"' in events else None
         self.exact = told is not None and told > 0
         if told is not None and told > 0:
             self.tokens = told

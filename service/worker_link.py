@@ -5,13 +5,17 @@ One pool per worker, as a shared pool is scanned in full at every request.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
-from collections.abc import Callable, ItemsView
+from collections.abc import AsyncIterator, Callable, ItemsView
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import httpx
+from aiohttp.client_proto import ResponseHandler
 from httpx_aiohttp import AiohttpTransport
+from httpx_aiohttp.transport import AiohttpResponseStream, map_aiohttp_exceptions
 from multidict import CIMultiDict
 
 from service.address_guard import GuardedResolver
@@ -38,6 +42,30 @@ class _Response(aiohttp.ClientResponse):
         if self.reason is not None and not self.reason.isascii():
             self.reason = self.reason.encode("ascii", "replace").decode("ascii")
         return self
+
+
+class _Connection(ResponseHandler):
+    """A connection whose parser runs once for what comes, and not once more when it is read.
+
+    A reader that has room says so at every read, and aiohttp then lets the parser go on; there is
+    only something to go on with after it was paused.
+    """
+
+    __slots__ = ()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
+
+class _Body(AiohttpResponseStream):
+    """A response's bytes as they came: whatever has come since the last is one part."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        read = self._aiohttp_response.content.readany
+        with map_aiohttp_exceptions():
+            while part := await read():
+                yield part
 
 
 def _requests_over(tls: Callable[[], ssl.SSLContext | None]) -> type[aiohttp.ClientRequest]:
@@ -94,12 +122,18 @@ class WorkerTransport(AiohttpTransport):
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
         def open_session() -> aiohttp.ClientSession:
+            connector = aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=keepalive_s,
+                resolver=None if link_local else GuardedResolver(),
+            )
+            # There is no public way to say which connections a pool opens.
+            connect: Callable[[], ResponseHandler] = partial(
+                _Connection, loop=asyncio.get_running_loop()
+            )
+            connector._factory = connect  # type: ignore[assignment]
             return aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0,
-                    keepalive_timeout=keepalive_s,
-                    resolver=None if link_local else GuardedResolver(),
-                ),
+                connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=AUTO_HEADERS,
                 trust_env=False,
@@ -132,15 +166,6 @@ class WorkerTransport(AiohttpTransport):
             raise httpx.RemoteProtocolError(
                 f"no answer has the status {response.status_code}", request=request
             )
+        assert isinstance(response.stream, AiohttpResponseStream)
+        response.stream = _Body(response.stream._aiohttp_response)
         return response
-
-
-def make_client(
-    transport: httpx.AsyncBaseTransport, *, connect_timeout_s: float
-) -> httpx.AsyncClient:
-    """The client for the small questions (health, metrics, models) over a worker's transport."""
-    return httpx.AsyncClient(
-        transport=transport,
-        trust_env=False,
-        timeout=httpx.Timeout(None, connect=connect_timeout_s),
-    )

@@ -39,11 +39,15 @@ class ProbeFailedError(Exception):
 
 
 class WorkerProbe:
-    """Asks one worker. The client is shared and owned by the caller."""
+    """Asks one worker. The transport is shared and owned by the caller.
 
-    def __init__(self, worker: WorkerConfig, client: httpx.AsyncClient) -> None:
-        self._client = client
-        self._headers = {"accept-encoding": "identity"}
+    No httpx client stands between: what it adds (cookies, redirects, authentication) has no place
+    here, and costs as much as the question.
+    """
+
+    def __init__(self, worker: WorkerConfig, transport: httpx.AsyncBaseTransport) -> None:
+        self._transport = transport
+        self._headers = httpx.Headers({"accept": "*/*", "accept-encoding": "identity"})
         if worker.api_key is not None:
             self._headers["authorization"] = f"Bearer {worker.api_key}"
         self._health_url = httpx.URL(worker.url + "/health")
@@ -113,25 +117,30 @@ class WorkerProbe:
 
     async def _get(self, url: httpx.URL, timeout_s: float) -> tuple[int, bytes]:
         """One GET, whole, within the time and PAGE_BYTES_MAX."""
+        limits = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), timeout_s)}
+        request = httpx.Request("GET", url, headers=self._headers, extensions=limits)
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._client.stream(
-                    "GET", url, headers=self._headers, timeout=timeout_s
-                ) as response,
-            ):
-                body = bytearray()
-                async for chunk in response.aiter_bytes():
-                    body += chunk
-                    if len(body) > PAGE_BYTES_MAX:
-                        raise ProbeFailedError(f"{url.path} is longer than {PAGE_BYTES_MAX} bytes")
-                return response.status_code, bytes(body)
+            async with asyncio.timeout(timeout_s):
+                response = await self._transport.handle_async_request(request)
+                try:
+                    return response.status_code, await _whole(response, url)
+                finally:
+                    await response.aclose()
         except TimeoutError as error:
             raise ProbeFailedError(f"{url.path} took longer than {timeout_s} s") from error
         except (httpx.HTTPError, aiohttp.ClientError) as error:
             # The transport lets some of aiohttp's errors through, a malformed reply among them.
             reason = f"{url.path}: {type(error).__name__} {error}".rstrip()
             raise ProbeFailedError(reason, refused=is_refusal(error)) from error
+
+
+async def _whole(response: httpx.Response, url: httpx.URL) -> bytes:
+    body = bytearray()
+    async for chunk in response.aiter_bytes():
+        body += chunk
+        if len(body) > PAGE_BYTES_MAX:
+            raise ProbeFailedError(f"{url.path} is longer than {PAGE_BYTES_MAX} bytes")
+    return bytes(body)
 
 
 def is_refusal(error: Exception) -> bool:

@@ -68,7 +68,7 @@ class WorkerWatch:
         workers: the worker that it is, or its data-parallel ranks; at least one. What they leave
             open is learned.
         config: pauses and limits.
-        client: for all questions; owned by the caller.
+        transport: for all questions; owned by the caller.
         publish: takes the events; must not raise or wait.
         rng: of the jitter.
     """
@@ -77,13 +77,13 @@ class WorkerWatch:
         self,
         workers: Sequence[WorkerConfig],
         config: WatchConfig,
-        client: httpx.AsyncClient,
+        transport: httpx.AsyncBaseTransport,
         publish: Publish,
         rng: random.Random,
     ) -> None:
         self._server = workers[0]
         self._config = config
-        self._probe = WorkerProbe(self._server, client)
+        self._probe = WorkerProbe(self._server, transport)
         self._publish = publish
         self._rng = rng
         self._workers: dict[str, WatchedWorker] = {}

@@ -102,10 +102,10 @@ def _only(names: tuple[str, ...], body: bytes) -> bytes:
     )
 
 
-def client_of(servers: dict[str, ScriptedServer]) -> httpx.AsyncClient:
-    """A client for which every host name is one of the servers."""
+def transport_of(servers: dict[str, ScriptedServer]) -> httpx.AsyncBaseTransport:
+    """A transport for which every host name is one of the servers."""
 
     async def answer(request: httpx.Request) -> httpx.Response:
         return await servers[request.url.host].answer(request)
 
-    return httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    return httpx.MockTransport(answer)

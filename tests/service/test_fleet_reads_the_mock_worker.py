@@ -50,9 +50,9 @@ async def engine_running(server: MockServer) -> AsyncIterator[None]:
 @asynccontextmanager
 async def watched(host: Host) -> AsyncIterator[list[Event]]:
     events: list[Event] = []
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(host))
+    transport = httpx.ASGITransport(host)
     worker = WorkerConfig(worker_id="w", url="http://mock", batch_limit=4)
-    task = asyncio.create_task(Fleet([worker], EVERY_PAGE_WHOLE, client, events.append).run())
+    task = asyncio.create_task(Fleet([worker], EVERY_PAGE_WHOLE, transport, events.append).run())
     yield events
     task.cancel()
     await asyncio.wait([task])

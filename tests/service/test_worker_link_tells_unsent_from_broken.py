@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from aiohttp.client_proto import ResponseHandler
 
 from service.worker_link import WorkerTransport
 
@@ -196,3 +197,55 @@ async def test_a_reason_that_is_no_text_is_no_error() -> None:
         assert response.status_code == 200
         assert await response.aread() == b"{}"
         await response.aclose()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_outgrows_every_buffer_comes_whole_to_a_slow_reader(
+    chunked: bool,
+) -> None:
+    body = bytes(range(256)) * 8192
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        framing = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
+        writer.write(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n\r\n")
+        for start in range(0, len(body), 4096):
+            part = body[start : start + 4096]
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
+            await writer.drain()
+        writer.write(b"0\r\n\r\n" if chunked else b"")
+        await writer.drain()
+
+    async with raw_server(answer) as url, link() as transport:
+        response = await transport.handle_async_request(post(url))
+        seen = bytearray()
+        async for part in response.aiter_raw():
+            seen += part
+            await asyncio.sleep(0.001)
+        await response.aclose()
+    assert bytes(seen) == body
+
+
+async def test_what_comes_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed: list[bytes] = []
+    feed = ResponseHandler.data_received
+
+    def counted(connection: ResponseHandler, data: bytes) -> None:
+        fed.append(data)
+        feed(connection, data)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(8):
+            await asyncio.sleep(0.001)
+            writer.write(b"9\r\ndata: x\n\n\r\n")
+        writer.write(b"0\r\n\r\n")
+
+    monkeypatch.setattr(ResponseHandler, "data_received", counted)
+    async with raw_server(answer) as url, link() as transport:
+        response = await transport.handle_async_request(post(url))
+        assert await response.aread() == b"data: x\n\n" * 8
+        await response.aclose()
+    assert fed
+    assert all(fed)

@@ -18,7 +18,7 @@ from service.control.events import (
 from service.fleet import Fleet
 from service.fleet_types import WatchConfig
 from service.worker_config import WorkerConfig
-from tests.service.scripted_server import ScriptedServer, client_of
+from tests.service.scripted_server import ScriptedServer, transport_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -41,7 +41,7 @@ class Watched:
         self.events: list[Event] = []
         self.states: dict[str, list[WorkerState]] = defaultdict(list)
         self.came_up = asyncio.Event()
-        self.fleet = Fleet(workers, config, client_of(servers), self.take)
+        self.fleet = Fleet(workers, config, transport_of(servers), self.take)
 
     def take(self, event: Event) -> None:
         self.events.append(event)
