@@ -29,9 +29,18 @@ from service.control.columns import (
 from service.control.config import ControlConfig
 from service.control.delay import Delay, Waits
 from service.control.kernels.queue import weigh
-from service.control.prices import History, PriceProblem, PriceSnapshot, PriceSolution, PriceSums
+from service.control.prices import (
+    SPARE_WORDS,
+    History,
+    PriceProblem,
+    PriceSnapshot,
+    PriceSolution,
+    PriceSums,
+    fractions,
+    random_words,
+)
 from service.control.pricing import expected_arrivals, mean_prices, normalizer
-from service.control.published import kv_scale, scarcity
+from service.control.published import kv_scale, scarcity_beside
 from service.control.rate import RateShift
 from service.control.room import Room
 from service.control.standing import Settled, Standing
@@ -208,12 +217,12 @@ class ForwardLp:
 
         def problem() -> PriceProblem:
             scale = kv_scale(fleet.kv_capacity_tokens)
-            # Re-timed: anywhere on the look-ahead.
-            spread = np.random.default_rng(seed).uniform(0.0, horizon.iterations, count)
-            columns, rewards = recorded(np.rint(spread))
+            words = random_words(seed, max(count, settings.steps * settings.batch + SPARE_WORDS))
+            # Re-timed: anywhere on the look-ahead, all alike.
+            columns, rewards = recorded(np.rint(horizon.iterations * fractions(words[:count])))
             return PriceProblem(
                 horizon=horizon,
-                scarcity=scarcity(capacity, arrivals, scale, occupancy()),
+                scarcity=scarcity_beside(capacity, occupancy(), arrivals, scale),
                 columns=columns,
                 rewards=rewards,
                 warm=_prices(warm, fleet, horizon),
@@ -223,6 +232,7 @@ class ForwardLp:
                 step_size=settings.step_size,
                 averaged=settings.averaged,
                 seed=seed,
+                words=words,
                 origin=0,
                 worker_ids=fleet.worker_ids,
                 normalizer=self._normalizer,

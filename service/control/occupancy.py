@@ -63,7 +63,7 @@ class Occupancy:
     def copy(self, frame: Frame) -> Occupancy:
         """The rows under a frame, to be kept while these move on; few are sooner made again."""
         other = Occupancy()
-        other.enter(frame)
+        other._see(frame)
         if 2 * np.count_nonzero(self._stale) < self._stale.size:
             other._usage = Usage(batch=self._usage.batch.copy(), kv=self._usage.kv.copy())
             other._stale, other._late = self._stale.copy(), self._late.copy()
@@ -73,14 +73,8 @@ class Occupancy:
         """Look through a frame from now on; a new one makes every row stale."""
         if self._frame is not None and self._frame.same_as(frame):
             return
-        workers = frame.block_tokens.size
-        self._frame = frame
-        shape = (workers, frame.horizon.buckets)
-        if self._usage.batch.shape != shape:
-            # What is stale is made before anybody looks.
-            self._usage = Usage(batch=np.empty(shape), kv=np.empty(shape))
-        self._stale = np.ones(workers, dtype=np.bool_)
-        self._late = np.zeros(workers, dtype=np.bool_)
+        self._see(frame)
+        self._make_room(frame.horizon)
 
     def touch(self, worker: int) -> None:
         """Something happened on a worker."""
@@ -105,6 +99,7 @@ class Occupancy:
 
     def make(self, workers: IntArray, started: Started) -> None:
         """Make the stale ones of some workers' rows."""
+        self._make_room(started.frame.horizon)
         started.hold(workers, self._usage, self._stale, self._late)
 
     def all_plus(self, batch: FloatArray, kv: FloatArray) -> Usage:
@@ -120,3 +115,17 @@ class Occupancy:
         held = self._usage.batch, self._usage.kv
         with_others(workers, *held, batch, kv, total.batch, total.kv)
         return total
+
+    def _see(self, frame: Frame) -> None:
+        """Look through a frame; nothing is known under it."""
+        workers = frame.block_tokens.size
+        self._frame = frame
+        self._stale = np.ones(workers, dtype=np.bool_)
+        self._late = np.zeros(workers, dtype=np.bool_)
+
+    def _make_room(self, horizon: Horizon) -> None:
+        """Have rows of the right shape; where it is another, all are stale."""
+        shape = (self._stale.size, horizon.buckets)
+        if self._usage.batch.shape != shape:
+            # What is stale is made before anybody looks.
+            self._usage = Usage(batch=np.empty(shape), kv=np.empty(shape))

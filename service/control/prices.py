@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.control.columns import (
     Columns,
@@ -24,6 +26,7 @@ from service.control.kernels.descent import descend, price_tokens, reach_of_pric
 from service.control.kernels.samples import samples
 from service.control.spans import PrefixPrices
 
+WordArray: TypeAlias = NDArray[np.uint64]
 SPARE_WORDS = 8
 """Random words for draws that are passed over: of 2,048 columns one in two million."""
 
@@ -109,7 +112,7 @@ class PriceProblem:
             dual) instead of the worker it was recorded on.
         steps: K. batch: mini-batch size. step_size: eta.
         averaged: return the mean of the iterates instead of the last one.
-        seed: of the mini-batches.
+        seed: of the mini-batches. words: the first random words of that seed, where they are known.
         origin, worker_ids, normalizer, kv_scale: passed through to the solution.
     """
 
@@ -128,6 +131,7 @@ class PriceProblem:
     worker_ids: tuple[str, ...]
     normalizer: float
     kv_scale: float
+    words: WordArray | None = None
 
     def solve(self) -> PriceSolution:
         """Run K projected mini-batch subgradient steps from the warm start.
@@ -137,7 +141,11 @@ class PriceProblem:
         workers = len(self.worker_ids)
         if self.rewards.size == 0:
             return self._solution(Usage.zeros(workers, self.horizon))
-        chosen = mini_batches(self.seed, self.rewards.size, self.batch, self.steps)
+        size = min(self.batch, self.rewards.size)
+        words = self.words
+        if words is None:
+            words = random_words(self.seed, self.steps * size + SPARE_WORDS)
+        chosen = mini_batches(words, self.rewards.size, size, self.steps)
         prices = Usage(batch=self.warm.batch.copy(), kv=self.warm.kv.copy())
         total = Usage.zeros(workers if self.averaged else 0, self.horizon)
         columns = self.columns
@@ -186,24 +194,32 @@ class PriceSnapshot:
         return self.problem().solve()
 
 
-def mini_batches(seed: int, count: int, batch: int, batches: int) -> IntArray:
+def random_words(seed: int, count: int) -> WordArray:
+    """(n,) random bits, of which numpy's default generator makes its numbers."""
+    return np.random.PCG64(seed).random_raw(count)
+
+
+def fractions(words: WordArray) -> FloatArray:
+    """(n,) uniform numbers from 0 up to 1, without it, as numpy makes them of random words."""
+    return np.asarray((words >> np.uint64(11)) * 2.0**-53)
+
+
+def mini_batches(words: WordArray, count: int, size: int, batches: int) -> IntArray:
     """(K, size) rows of n columns: K mini-batches of distinct ones, all equally likely.
 
     The same as `Generator.choice` without replacement (of up to 10,000), in a tenth of its time.
 
     Args:
-        seed: of the draws.
+        words: random bits, at least K size + SPARE_WORDS.
         count: n >= 1.
-        batch: columns in a mini-batch; all n where there are fewer.
+        size: columns in a mini-batch, at most n.
         batches: K.
 
     Source: [OLP] Algorithm 2, line 10.
     """
-    size = min(batch, count)
     chosen = np.empty((batches, size), dtype=np.int64)
-    bits = np.random.PCG64(seed).random_raw(batches * size + SPARE_WORDS)
     # numpy takes the lower half of a word first.
-    samples(count, bits.astype("<u8", copy=False).view("<u4"), chosen)
+    samples(count, words.astype("<u8", copy=False).view("<u4"), chosen)
     return chosen
 
 

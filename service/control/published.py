@@ -38,28 +38,27 @@ def kv_scale(kv_capacity_tokens: FloatArray) -> float:
     return 1.0 / most if most else 0.0
 
 
-def scarcity(
-    capacity: Usage, expected_arrivals: float, scale: float, used: Usage | None = None
-) -> Usage:
+def scarcity(residual: Usage, expected_arrivals: float, scale: float) -> Usage:
     """d_k = remaining capacity / max(1, n^_remain), KV in normalised units.
-
-    Args:
-        capacity: (g, N), or (g, 1) where it is the same on every bucket.
-        expected_arrivals: n^_remain.
-        scale: normalised KV units per token.
-        used: (g, N) what of it does not remain; None for nothing.
 
     Source: [OLP] eq. (11). Unknown (infinite) KV capacity is never scarce: its entry is so large
     that no column can lift its price above zero.
     """
+    nothing = np.zeros(len(residual.batch))
+    lacking = Usage(batch=-residual.batch, kv=-residual.kv)
+    return scarcity_beside(Usage(batch=nothing, kv=nothing), lacking, expected_arrivals, scale)
+
+
+def scarcity_beside(capacity: Usage, used: Usage, expected_arrivals: float, scale: float) -> Usage:
+    """`scarcity` of (g, 1) capacity where (g, N) of it is used."""
     share = 1.0 / max(1.0, expected_arrivals)
-    if used is None:
-        used = Usage(batch=np.zeros(capacity.batch.shape), kv=np.zeros(capacity.kv.shape))
     shape = used.batch.shape
     found = Usage(batch=np.empty(shape), kv=np.empty(shape))
-    whole = np.broadcast_to(capacity.batch, shape), np.broadcast_to(capacity.kv, shape)
-    amounts = *whole, used.batch, used.kv
-    scarce(*amounts, *(share, scale * share, NEVER_SCARCE), *(found.batch, found.kv))
+    scarce(
+        *(capacity.batch.ravel(), capacity.kv.ravel(), used.batch, used.kv),
+        *(share, scale * share, NEVER_SCARCE),
+        *(found.batch, found.kv),
+    )
     return found
 
 

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from service.control.columns import Columns, Horizon, Usage
 from service.control.config import Kernel
 from service.control.prices import (
+    SPARE_WORDS,
     History,
     PriceProblem,
     PriceSolution,
+    fractions,
     mini_batches,
+    random_words,
 )
 from service.control.published import kv_scale, scarcity
 from tests.control import naive_olp
@@ -301,7 +304,14 @@ def test_mini_batches_are_those_that_numpy_chooses__algorithm_2_line_10(
         rng = np.random.default_rng(seed)
         size = min(count, batch)
         expected = [rng.choice(count, size=size, replace=False).tolist() for _ in range(5)]
-        assert mini_batches(seed, count, batch, 5).tolist() == expected
+        words = random_words(seed, 5 * size + SPARE_WORDS)
+        assert mini_batches(words, count, size, 5).tolist() == expected
+
+
+@pytest.mark.parametrize("count", [1, 2048])
+def test_columns_are_retimed_by_numpys_uniform_numbers(count: int) -> None:
+    expected = np.random.default_rng(3).uniform(0.0, 4096.0, count)
+    assert (4096.0 * fractions(random_words(3, count))).tolist() == expected.tolist()
 
 
 def test_the_same_seed_draws_the_same_mini_batches() -> None:

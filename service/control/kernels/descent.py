@@ -308,7 +308,7 @@ def price_tokens(
     _sum_prices(least[0], least[1], 0, reach, (1.0, q), sums)
 
 
-@kernel(NOTHING(*[FLOATS_2D] * 2, *SCARCE, *[FLOAT] * 3, *PRICES))
+@kernel(NOTHING(*[dense(FLOATS)] * 2, *SCARCE, *[FLOAT] * 3, *PRICES))
 def scarce(
     capacity_batch: FloatArray,
     capacity_kv: FloatArray,
@@ -320,13 +320,10 @@ def scarce(
     batch: FloatArray,
     kv: FloatArray,
 ) -> None:
-    """Put d_k into (g, N): of capacity less what is used; that of KV which is not known is given.
-
-    Capacity may lie in memory once for all buckets.
-    """
+    """Put d_k into (g, N): of (g,) capacity less what is used; that of unknown KV is given."""
     for g in range(batch.shape[0]):
+        all_slots, all_kv = capacity_batch[g], capacity_kv[g]
         for bucket in range(batch.shape[1]):
-            free = capacity_kv[g, bucket] - used_kv[g, bucket]
-            slots = capacity_batch[g, bucket] - used_batch[g, bucket]
-            batch[g, bucket] = max(slots, 0.0) * share
+            free = all_kv - used_kv[g, bucket]
+            batch[g, bucket] = max(all_slots - used_batch[g, bucket], 0.0) * share
             kv[g, bucket] = max(free * kv_share, 0.0) if np.isfinite(free) else never_scarce
