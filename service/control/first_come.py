@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from service.control.config import Kernel
 from service.control.kernels.fleet import work_and_pace
+from service.control.tiers import LOWEST_TIER
 
 if TYPE_CHECKING:
     from service.control.columns import FloatArray, IntArray
     from service.control.view import View
 
-LOWEST_TIER: Final = -(2**62)
-"""Below every tier."""
 HEAD_UNUSED: Final = 0.5
 """Part of what the head of the queue needs that is free but too little, while KV memory binds."""
 

@@ -57,6 +57,7 @@ class Kinds:
         self._due: set[int] = set()
         self._handed = 0
         self._reach: BoolArray = np.zeros((0, 0), dtype=np.bool_)
+        self._shown = self._reach
         self._wanted: BoolArray = np.zeros(0, dtype=np.bool_)
         self._cut_off: BoolArray | None = None
         self._version = -1
@@ -95,6 +96,7 @@ class Kinds:
         if fleet.version != self._version or len(self._kinds) > self._reach.shape[0]:
             rows = max(FIRST_KINDS, 2 * len(self._kinds))
             self._reach = np.zeros((rows, len(fleet)), dtype=np.bool_)
+            self._shown = self._reach[: len(self._kinds)]
             self._wanted = np.zeros(len(fleet), dtype=np.bool_)
             self._version = fleet.version
             self._due = set(range(len(self._kinds)))
@@ -105,8 +107,9 @@ class Kinds:
             held = np.array([kind is not None for kind in self._kinds], dtype=np.bool_)
             alone = held & ~self._reach[: len(self._kinds)].any(axis=1)
             self._cut_off = alone if alone.any() else None
-            self._wanted = np.asarray(self._reach[: len(self._kinds)].any(axis=0))
-        return self._reach[: len(self._kinds)]
+            self._shown = self._reach[: len(self._kinds)]
+            self._wanted = np.asarray(self._shown.any(axis=0))
+        return self._shown
 
     def handed(self) -> BoolArray | None:
         """(kinds,) which are to fetch what was prefilled; None where none is."""

@@ -329,7 +329,7 @@ class Ledger:
         blind = bool(np.count_nonzero(self._blind))
         names = (*NUMBERS, *TIMES) if blind else NUMBERS
         return Started(
-            held={name: self._table[name] for name in names},
+            held=self._table.live(*names),
             blind=blind,
             iteration_s=fleet.array("iteration_s"),
             now_s=now_s,

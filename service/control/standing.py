@@ -8,7 +8,7 @@ made anew at each tick.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from service.control.columns import FloatArray, IntArray
     from service.control.config import ControlConfig
     from service.control.spans import PrefixPrices
-    from service.control.view import View
+    from service.control.view import View, Waiting
 
 FIRST_ROWS = 64
+SHOWN_MAX = 64
+"""Lengths of the queue for which views are kept."""
 NOBODY = -1
 """A stamp that no request has."""
 
@@ -66,6 +68,8 @@ class Standing:
         # What `settle` keeps; then what is always zero.
         self._numbers: FloatArray = np.zeros((6, 0))
         self._nowhere: IntArray = np.zeros(0, dtype=np.int64)
+        # By how many wait; true as long as the same views of them are shown.
+        self._shown: dict[int, tuple[Waiting, Settled]] = {}
 
     def look(self, view: View, cheapest: PrefixPrices | None) -> Settled:
         """The numbers of everybody who waits.
@@ -79,21 +83,33 @@ class Standing:
         if ground != self._ground or n > self._stamp.size:
             self._begin(ground, n)
         self._settle(view)
+        settled = self._of(view.waiting)
+        if cheapest is not self._cheapest:
+            # A request that comes later has no cost here until prices change: bounds stay bounds.
+            self._cheapest = cheapest
+            columns = settled.columns
+            settled.cost[:] = 0.0 if cheapest is None else cheapest.cost_of_starts(columns)[:, 0]
+        return settled if self._timeless else replace(settled, rewards=self._timed_rewards(view))
+
+    def _of(self, waiting: Waiting) -> Settled:
+        """What is kept, cut to those who wait."""
+        n = len(waiting)
+        known = self._shown.get(n)
+        if known is not None and known[0] is waiting:
+            return known[1]
+        if len(self._shown) >= SHOWN_MAX:
+            self._shown.clear()
         steps, whole, footprint, rewards, cost, zeros = self._numbers[:, :n]
         columns = Columns(
             worker=self._nowhere[:n],
             start=zeros,
             steps=whole,
             footprint=footprint,
-            sequences=view.waiting.sequences,
+            sequences=waiting.sequences,
         )
-        if cheapest is not self._cheapest:
-            # A request that comes later has no cost here until prices change: bounds stay bounds.
-            self._cheapest = cheapest
-            cost[:] = 0.0 if cheapest is None else cheapest.cost_of_starts(columns)[:, 0]
-        if not self._timeless:
-            rewards = self._timed_rewards(view)
-        return Settled(columns, steps, rewards, cost, self._worth[:n])
+        settled = Settled(columns, steps, rewards, cost, self._worth[:n])
+        self._shown[n] = waiting, settled
+        return settled
 
     def _begin(self, ground: tuple[object, ...], rows: int) -> None:
         """Forget everything, with room for some more rows."""
@@ -102,6 +118,7 @@ class Standing:
         self._stamp = np.full(size, NOBODY)
         self._worth, self._nowhere = np.zeros((2, size), dtype=np.int64)
         self._numbers = np.zeros((6, size))
+        self._shown.clear()
 
     def _settle(self, view: View) -> None:
         """Make anew the rows of those who came, moved or changed."""

@@ -18,13 +18,17 @@ class Table:
 
     Row order is therefore not arrival order: whoever needs an order sorts by a column. Columns of
     one type lie in one block, so that a row moves with one assignment a type.
+
+    Attributes:
+        keys: of the rows, in their order.
+        capacity: rows that there is room for; as long as it stays, views show what is written.
     """
 
     def __init__(self, **dtypes: type) -> None:
         self._names = {
             dtype: [name for name, of in dtypes.items() if of is dtype] for dtype in dtypes.values()
         }
-        self._capacity = FIRST_CAPACITY
+        self.capacity = FIRST_CAPACITY
         self._blocks: dict[type, NDArray[Any]] = {
             dtype: np.zeros((len(names), FIRST_CAPACITY), dtype=dtype)
             for dtype, names in self._names.items()
@@ -65,7 +69,7 @@ class Table:
         if key in self._row:
             raise KeyError(f"{key!r} is in the table already")
         row = len(self.keys)
-        if row == self._capacity:
+        if row == self.capacity:
             self._grow()
         self.keys.append(key)
         self._row[key] = row
@@ -87,7 +91,7 @@ class Table:
 
     def _grow(self) -> None:
         """Make room for as many rows again."""
-        self._capacity *= 2
+        self.capacity *= 2
         for dtype, block in self._blocks.items():
             self._blocks[dtype] = np.concatenate([block, np.zeros_like(block)], axis=1)
         self._arrays = self._columns()

@@ -30,6 +30,8 @@ from service.control.view import View
 LOWEST_VALUE: Final = 2.0**-64
 TIERS_MAX: Final = 256
 """More than there can be tiers between LOWEST_VALUE and the largest value."""
+LOWEST_TIER: Final = -(2**62)
+"""Below every tier."""
 POOLS_MAX: Final = 256
 """Distinct sets of workers told apart in the record of arrivals; more count as all workers."""
 EVERYWHERE: Final = 0
@@ -78,6 +80,8 @@ class SeenArrivals:
         self._numbers = np.zeros((5, capacity))
         self._tier = np.zeros(capacity, dtype=np.int64)
         self._pool = np.zeros(capacity, dtype=np.int64)
+        # No recorded arrival is of a higher tier; there may be none of this one any more.
+        self._highest = LOWEST_TIER
         self._next = 0
         self._size = 0
         self._largest = 0.0
@@ -117,6 +121,7 @@ class SeenArrivals:
             self._pool,
         )
         self._size = min(self._size + rows.size, self._tier.size)
+        self._highest = max(self._highest, *worth[rows].tolist())
         self._looked = False
 
     def largest(self, share: float, prompt_steps: float) -> float:
@@ -139,7 +144,12 @@ class SeenArrivals:
 
     def knows_above(self, tier: int) -> bool:
         """Whether any recorded arrival was of a higher tier."""
-        return bool(np.count_nonzero(self._tier[: self._size] > tier))
+        if tier >= self._highest:
+            return False
+        known = bool(np.count_nonzero(self._tier[: self._size] > tier))
+        if not known:
+            self._highest = tier
+        return known
 
     def above(self, tier: int, workers: BoolArray) -> HigherDemand:
         """Recorded arrivals of higher tiers, as far as they would go to (g,) some workers."""

@@ -31,6 +31,8 @@ SHOWN = (
     "stamp",
 )
 """What a policy sees of each."""
+SHOWN_MAX = 64
+"""Lengths of the queue for which views are kept."""
 
 
 @dataclass(slots=True)
@@ -118,6 +120,9 @@ class WaitingRoom:
             body_bytes=np.float64,
         )
         self._ones: FloatArray = np.ones(0)
+        # By how many wait: the queue hovers about a length, and views of so many rows stay true.
+        self._shown: dict[int, Waiting] = {}
+        self._shown_capacity = 0
         self._stamps = itertools.count()
         self._none_before_s = np.inf
         self._kinds = Kinds()
@@ -269,13 +274,30 @@ class WaitingRoom:
             discount: (n,) of their tenants; None where there is none.
             prefill_open: whether a prefill worker would take a prompt now.
         """
-        shared, n = discount is not None, len(self._table)
-        if discount is None:
-            if n > self._ones.size:
-                self._ones = np.ones(2 * n)
-                self._ones.flags.writeable = False
-            discount = self._ones[:n]
         reach, wanted = self._kinds.open_reach(fleet, prefill_open=prefill_open)
-        return Waiting(
-            **self._table.live(*SHOWN), discount=discount, shared=shared, reach=reach, wanted=wanted
+        if discount is not None:
+            return Waiting(
+                **self._table.live(*SHOWN),
+                discount=discount,
+                shared=True,
+                reach=reach,
+                wanted=wanted,
+            )
+        n = len(self._table)
+        if self._shown_capacity != self._table.capacity or len(self._shown) >= SHOWN_MAX:
+            self._shown.clear()
+            self._shown_capacity = self._table.capacity
+        known = self._shown.get(n)
+        if known is not None and known.reach is reach and known.wanted is wanted:
+            return known
+        if n > self._ones.size:
+            self._ones = np.ones(2 * n)
+            self._ones.flags.writeable = False
+        self._shown[n] = Waiting(
+            **self._table.live(*SHOWN),
+            discount=self._ones[:n],
+            shared=False,
+            reach=reach,
+            wanted=wanted,
         )
+        return self._shown[n]

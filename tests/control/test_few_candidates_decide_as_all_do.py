@@ -26,7 +26,7 @@ from service.control.room import Room
 from service.control.spans import PrefixPrices, Spans
 from service.control.standing import Settled, Standing
 from service.control.view import Pair, View
-from tests.control.driving import ask, spec
+from tests.control.driving import ask, router_with, spec
 from tests.control.whole_pass import fits, liked_best, use_of, whole_pass
 
 HORIZON = Horizon(8, 4)
@@ -270,3 +270,25 @@ def test_what_is_kept_of_a_waiting_request_is_what_would_be_made_anew(
     policy._standing = Watching(config)
     driven(policy, config, seed=1)
     assert policy._standing.looks > 30
+
+
+def test_what_is_shown_of_the_queue_is_true_at_every_length_that_it_had_before() -> None:
+    held: list[str] = []
+    rng, came = np.random.default_rng(3), 0
+    router = router_with(ControlConfig(), spec())
+    standing = Watching(ControlConfig())
+    for length in (0, 3, 60, 3, 70, 60, 3, 140, 70, 3, 60, *rng.integers(1, 200, 90).tolist()):
+        while len(held) < length:
+            came += 1
+            held.append(f"r{came}")
+            sequences, prompt = int(rng.integers(1, 4)), int(rng.integers(1, 200))
+            assert not router.handle(ask(held[-1], prompt=prompt, sequences=sequences), 0.0)
+        while len(held) > length:
+            ended = held.pop(int(rng.integers(len(held))))
+            router.handle(Left(ended, Outcome.COMPLETED, None), 0.0)
+        view, room = router._sight.view(0.0, 0.0), router._waiting
+        waiting = [room.entries[request_id] for request_id in room.ids]
+        assert view.waiting.order.tolist() == [entry.order for entry in waiting]
+        assert view.waiting.sequences.tolist() == [entry.sequences for entry in waiting]
+        standing.look(view, None)
+    assert standing.looks > 80

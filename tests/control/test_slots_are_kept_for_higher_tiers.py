@@ -19,6 +19,7 @@ from service.control.events import (
     WorkerSpec,
     WorkerState,
 )
+from service.control.forward import ForwardLp
 from service.control.kernels.tiers import free_sequences
 from service.control.router import Router
 from service.control.tiers import PoissonTail, Stakes, delay_worth, tiers
@@ -98,6 +99,22 @@ def test_traffic_of_one_tier_keeps_nothing() -> None:
     made.tick(0.0)
     other = router()
     assert batch_starts(other, 0.0) == SLOTS
+
+
+def test_a_higher_tier_is_known_for_as_long_as_one_of_it_is_among_the_last_arrivals() -> None:
+    config = ControlConfig(policy=PolicyName.ONLINE_LP, prices=PriceConfig(history_max=4))
+    full, policy = Router(config), ForwardLp(config)
+    full._policy = policy
+    full.handle(WorkerJoined(WorkerSpec(worker_id="w", batch_limit=1), WorkerState.UP), 0.0)
+    seen, rng = [], np.random.default_rng(2)
+    for number in range(80):
+        seen.append(float(rng.choice([1.0, 1.0, 1.0, 1.0, 4.0, 16.0])))
+        full.handle(Arrived(request(number, 0.0, value=seen[-1])), 0.0)
+        full.tick(0.0)
+        last = tiers(np.array(seen[-4:]))
+        asked = rng.permutation(6) - 1
+        known = [policy._seen.knows_above(tier) for tier in asked.tolist()]
+        assert known == [bool((last > tier).any()) for tier in asked]
 
 
 def test_slots_are_kept_only_on_workers_that_the_valuable_requests_may_use() -> None:
