@@ -39,7 +39,7 @@ from service.control.prices import (
     fractions,
     random_words,
 )
-from service.control.pricing import expected_arrivals, mean_prices, normalizer
+from service.control.pricing import Kept, expected_arrivals, mean, mean_prices, normalizer
 from service.control.published import kv_scale, scarcity_beside
 from service.control.rate import RateShift
 from service.control.room import Room
@@ -69,6 +69,8 @@ class ForwardLp:
         self._solution: PriceSolution | None = None
         self._sums: PriceSums | None = None
         self._refreshes = 0
+        self._iteration_s = Kept(mean)
+        self._kv_scale = Kept(kv_scale)
 
     def decide(self, view: View) -> list[Pair]:
         """Higher tiers first; in a tier aged requests, then by reduced cost.
@@ -212,11 +214,15 @@ class ForwardLp:
         self._refreshes += 1
         seed = self._config.seed + self._refreshes
         recorded, count = self._history.whenever(), len(self._history)
-        capacity, warm, arrivals = view.capacity(), self._solution, expected_arrivals(view)
+        capacity, warm, scale = (
+            view.capacity(),
+            self._solution,
+            self._kv_scale.of(fleet.kv_capacity_tokens),
+        )
+        arrivals = expected_arrivals(view, self._iteration_s.of(fleet.iteration_s))
         occupancy = view.frozen_occupancy(horizon, 0.0)
 
         def problem() -> PriceProblem:
-            scale = kv_scale(fleet.kv_capacity_tokens)
             words = random_words(seed, max(count, settings.steps * settings.batch + SPARE_WORDS))
             # Re-timed: anywhere on the look-ahead, all alike.
             columns, rewards = recorded(np.rint(horizon.iterations * fractions(words[:count])))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from service.control.columns import FloatArray
@@ -9,6 +11,9 @@ from service.control.config import ControlConfig, Weights
 from service.control.prices import PriceSolution
 from service.control.reward import StartTimes, largest_reward, start_reward
 from service.control.view import View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def waiting_reward(
@@ -42,9 +47,36 @@ def normalizer(config: ControlConfig) -> float:
     return chosen or largest_reward(config.weights, config.horizon_iterations)
 
 
-def expected_arrivals(view: View) -> float:
-    """n^_remain: measured arrival rate x seconds left in the look-ahead, plus those waiting."""
-    left_s = view.horizon.iterations * float(view.fleet.iteration_s.mean())
+class Kept:
+    """A number that follows from an array which nobody changes in place: worked out once for each.
+
+    Args:
+        number: what follows from (g,) numbers.
+    """
+
+    def __init__(self, number: Callable[[FloatArray], float]) -> None:
+        self._number = number
+        self._array: FloatArray | None = None
+        self._value = 0.0
+
+    def of(self, array: FloatArray) -> float:
+        """The number of this array."""
+        if array is not self._array:
+            self._array, self._value = array, self._number(array)
+        return self._value
+
+
+def mean(values: FloatArray) -> float:
+    """Mean of some numbers."""
+    return float(values.mean())
+
+
+def expected_arrivals(view: View, iteration_s: float) -> float:
+    """n^_remain: measured arrival rate x seconds left in the look-ahead, plus those waiting.
+
+    `iteration_s` is of a mean worker.
+    """
+    left_s = view.horizon.iterations * iteration_s
     return view.arrivals_per_s * left_s + len(view.waiting)
 
 

@@ -19,7 +19,7 @@ from service.control.columns import Columns, FloatArray, Horizon, Usage
 from service.control.config import ControlConfig
 from service.control.kernels.descent import scarce
 from service.control.prices import History, PriceProblem, PriceSnapshot, PriceSolution
-from service.control.pricing import expected_arrivals, mean_prices, normalizer, waiting_reward
+from service.control.pricing import expected_arrivals, mean, mean_prices, normalizer, waiting_reward
 from service.control.rate import RateShift
 from service.control.room import working_residual
 from service.control.spans import PrefixPrices, Spans, total_usage
@@ -128,7 +128,8 @@ class PublishedLp:
         view = replace(view, horizon=moment.ahead)
         columns, rewards = self._history.columns(moment.first)
         self._refreshes += 1
-        seed, arrivals = self._config.seed + self._refreshes, expected_arrivals(view)
+        seed = self._config.seed + self._refreshes
+        arrivals = expected_arrivals(view, mean(view.fleet.iteration_s))
         residual, warm = self._residual(view, moment), self._prices(view, moment)
 
         def problem() -> PriceProblem:
