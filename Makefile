@@ -17,7 +17,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@scripts/setup "$(PYTHON)" "$(VENV)"
 	@touch $(STAMP)
 
-demo: setup ## three policies on four mock workers over real HTTP, one comparison (3 minutes)
+demo: setup ## three policies on four mock workers over real HTTP, one comparison (2 minutes)
 	@$(BIN)/bidgate-load demo --out out/demo
 
 # Of two processes one has whatever uses sockets, the other what only computes (tests/conftest.py); JOBS=1 for one after

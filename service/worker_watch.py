@@ -247,7 +247,9 @@ class WorkerWatch:
         while True:
             try:
                 await self._probe.health(self._config.health_timeout_s)
-            except ProbeFailedError:
+            except ProbeFailedError as error:
+                if not (self._counts.health_failures or self._counts.times_lost):
+                    self._log.warning("worker_does_not_answer", reason=str(error))
                 self._counts.health_failures += 1
                 await self._back_off()
             else:

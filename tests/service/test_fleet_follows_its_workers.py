@@ -63,6 +63,23 @@ def test_a_worker_that_is_down_at_start_holds_up_nobody_and_joins_later() -> Non
     run_virtual(scenario())
 
 
+def test_a_worker_that_never_answered_is_told_once_with_the_reason() -> None:
+    async def scenario() -> None:
+        servers = {"a": ScriptedServer(listening=False), "b": ScriptedServer()}
+        with capture_logs() as logs:
+            async with watching(servers):
+                await asyncio.sleep(60)
+                servers["a"].listening = True
+                await asyncio.sleep(60)
+                servers["a"].listening = False
+                await asyncio.sleep(60)
+        silent = [line for line in logs if line["event"] == "worker_does_not_answer"]
+        assert [line["worker"] for line in silent] == ["a"]
+        assert "connection refused" in silent[0]["reason"]
+
+    run_virtual(scenario())
+
+
 def test_a_worker_that_dies_leaves_at_the_next_look_and_comes_back_by_itself() -> None:
     async def scenario() -> None:
         server = ScriptedServer()
