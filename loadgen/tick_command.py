@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.bench_tick import CASES, Case, measure_case
+from loadgen.bench_tick import CASES, ROUNDS_MAX, Case, measure_case, summary_of
 from loadgen.cpu import CpuMeter, processors
 from loadgen.live import command_line
 from loadgen.summary import SUMMARY_FILE, write_json
@@ -35,6 +36,7 @@ def tick(
     out: Path = Path("out/bench/tick"),
     docs: Path | None = None,
     cases: int = len(CASES),
+    rounds: int = 1,
     seed: int = 0,
 ) -> int:
     """Measure decisions and price refreshes beside the published method in plain loops.
@@ -47,17 +49,22 @@ def tick(
         Page to write: the table, the aims, growth and memory.
     cases
         How many of the sizes, smallest first; all five take about two minutes.
+    rounds
+        How often all of them are measured. Of each size the quickest round is shown, beside how the
+        rounds differ: on a shared machine the same code takes up to twice as long in some.
     seed
         Of the fleet's state.
     """
     if not 1 <= cases <= len(CASES):
         raise ValueError(f"cases must be in 1..{len(CASES)}, got {cases}")
+    if not 1 <= rounds <= ROUNDS_MAX:
+        raise ValueError(f"rounds must be in 1..{ROUNDS_MAX}, got {rounds}")
     load_average, meter, console = os.getloadavg()[0], CpuMeter.start(()), Console()
-    measured: list[Case] = []
-    for workers, waiting in CASES[:cases]:
-        with console.status(f"{workers} workers, {waiting} waiting"):
-            measured.append(measure_case(workers, waiting, ControlConfig(), seed))
-    summaries: list[JsonValue] = [case.summary() for case in measured]
+    measured: list[list[Case]] = [[] for _ in CASES[:cases]]
+    for count, (size, found) in product(range(rounds), zip(CASES, measured, strict=False)):
+        with console.status(f"{size[0]} workers, {size[1]} waiting, round {count + 1}"):
+            found.append(measure_case(*size, ControlConfig(), seed))
+    summaries: list[JsonValue] = [summary_of(found) for found in measured]
     summary: dict[str, JsonValue] = {
         "command": command_line(),
         "processors": processors(),
@@ -69,22 +76,21 @@ def tick(
     write_json(summary, out / SUMMARY_FILE)
     if docs is not None:
         docs.write_text(page(summary), encoding="utf-8")
-    console.print(_table(measured))
+    console.print(_table(summaries))
     return 0
 
 
-def _table(measured: Sequence[Case]) -> Table:
+def _table(summaries: Sequence[JsonValue]) -> Table:
     table = Table(title="wall time, milliseconds")
     table.add_column("workers x waiting")
     for title, _ in COLUMNS:
         table.add_column(title, justify="right")
     table.add_column("loop / ours", justify="right")
-    for case in measured:
-        found = case.summary()
+    for found in summaries:
+        assert isinstance(found, dict)
         times = (_number(found[key], "{:.2f}") for _, key in COLUMNS)
-        table.add_row(
-            f"{case.workers} x {case.waiting}", *times, _number(found["ratio"], "x{:.0f}")
-        )
+        size = f"{found['workers']} x {found['waiting']}"
+        table.add_row(size, *times, _number(found["ratio"], "x{:.0f}"))
     return table
 
 

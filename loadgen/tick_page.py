@@ -33,7 +33,8 @@ of that runs on the event loop's thread: the snapshot and the adoption. **Publis
 tick of the paper's method with columns as Python objects and loops over the history, where that
 ends in time; **ratio** is that over our decision and refresh together. Where others use the
 processors too, wall time counts their turns as well; the second table has processor time, which
-does not.
+does not. Of several rounds the tables show the quickest of each size, the one nearest to what the
+code costs; how they differ stands below, and an aim is met where all rounds meet it.
 """
 COLUMNS = (
     ("decision p50", "decision_p50_ms", "{:.2f}"),
@@ -56,6 +57,12 @@ CPU_COLUMNS = (
     ("its loop part p50", "refresh_loop_cpu_p50_ms", "{:.2f}"),
     ("p99", "refresh_loop_cpu_p99_ms", "{:.2f}"),
     ("published loop p50", "loop_cpu_p50_ms", "{:.0f}"),
+)
+ROUND_COLUMNS = (
+    ("decision p50", "decision_p50_ms", "{:.2f}"),
+    ("decision p99", "decision_p99_ms", "{:.2f}"),
+    ("refresh p50", "refresh_p50_ms", "{:.2f}"),
+    ("published loop p50", "published_loop_p50_ms", "{:.0f}"),
 )
 MEMORY_COLUMNS = (
     ("history and prices, MB", "price_state_mb", "{:.1f}"),
@@ -101,7 +108,7 @@ def page(summary: dict[str, JsonValue]) -> str:
     parts += ["Processor time, ms:\n", _table(cases, CPU_COLUMNS), "## Aims\n"]
     busy = others is not None and others > OTHERS_MAX
     parts += [TOO_BUSY] if busy else []
-    parts += [_aims(cases, busy=busy)]
+    parts += [_aims(cases, busy=busy), "## Every round, ms\n", _rounds(cases)]
     parts += [
         "## Growth\n",
         _growth(cases, busy=busy),
@@ -131,15 +138,41 @@ def _aims(cases: Sequence[dict[str, JsonValue]], *, busy: bool) -> str:
     for aim in AIMS:
         case = _find(cases, aim.size)
         measured = None if case is None else value_at(case, (aim.key,))
-        verdict = "not measured" if measured is None else "missed"
-        if measured is not None and measured <= aim.most:
-            verdict = "met"
-        if measured is not None and busy and aim.key.endswith("_ms"):
+        if case is None or measured is None:
+            verdict = "not measured"
+        elif busy and aim.key.endswith("_ms"):
             verdict = "no verdict"
+        else:
+            verdict = _verdict(aim, case)
         shown = "-" if measured is None else f"{measured:.2f}"
         size = f"{aim.size[0]} x {aim.size[1]}"
         lines.append(_row([size, aim.text, f"{aim.most:g}", shown, f"**{verdict}**"]))
     return "\n".join(lines) + "\n"
+
+
+def _verdict(aim: Aim, case: dict[str, JsonValue]) -> str:
+    rounds = _rounds_of(case)
+    met = sum((value_at(one, (aim.key,)) or math.inf) <= aim.most for one in rounds)
+    if met == len(rounds):
+        return "met"
+    return f"met in {met} of {len(rounds)} rounds" if met else "missed"
+
+
+def _rounds(cases: Sequence[dict[str, JsonValue]]) -> str:
+    titles = ["workers x waiting", *(title for title, _, _ in ROUND_COLUMNS)]
+    lines = [_row(titles), "|---" + "|---:" * len(ROUND_COLUMNS) + "|"]
+    for case in cases:
+        cells = [f"{case['workers']} x {case['waiting']}"]
+        for _, key, form in ROUND_COLUMNS:
+            cells.append(", ".join(_number(one, key, form) for one in _rounds_of(case)))
+        lines.append(_row(cells))
+    return "\n".join(lines) + "\n"
+
+
+def _rounds_of(case: dict[str, JsonValue]) -> list[dict[str, JsonValue]]:
+    rounds = case["rounds"]
+    assert isinstance(rounds, list)
+    return [one for one in rounds if isinstance(one, dict)]
 
 
 def _growth(cases: Sequence[dict[str, JsonValue]], *, busy: bool) -> str:

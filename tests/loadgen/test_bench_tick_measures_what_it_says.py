@@ -22,7 +22,7 @@ def test_the_summary_has_every_size_with_both_methods(
     monkeypatch.setattr(bench_tick, "LOOP_TICKS_MAX", 1)
     monkeypatch.setattr(bench_tick, "WARM_UP", 1)
     docs = tmp_path / "tick.md"
-    assert tick(out=tmp_path, docs=docs, cases=1) == 0
+    assert tick(out=tmp_path, docs=docs, cases=1, rounds=2) == 0
     (case,) = json.loads((tmp_path / "summary.json").read_text())["cases"]
     assert (case["workers"], case["waiting"]) == (4, 64)
     assert case["ticks"] == 5
@@ -30,6 +30,9 @@ def test_the_summary_has_every_size_with_both_methods(
     for key in ("decision_p50_ms", "decision_p99_ms", "refresh_p50_ms", "published_loop_p50_ms"):
         assert case[key] > 0
     assert case["ratio"] > 1
+    sums = [one["decision_p50_ms"] + one["refresh_p50_ms"] for one in case["rounds"]]
+    assert len(sums) == 2
+    assert case["decision_p50_ms"] + case["refresh_p50_ms"] == min(sums)
     assert 0 < case["refresh_loop_p50_ms"] < case["refresh_p50_ms"]
     assert 0 < case["price_state_mb"] < case["router_arrays_mb"]
     written = docs.read_text()
@@ -38,7 +41,18 @@ def test_the_summary_has_every_size_with_both_methods(
 
 
 def sized(workers: int, waiting: int, **numbers: float) -> dict[str, object]:
-    return {"workers": workers, "waiting": waiting, **numbers}
+    return {"workers": workers, "waiting": waiting, **numbers, "rounds": [numbers]}
+
+
+def test_an_aim_that_some_rounds_miss_is_not_called_met() -> None:
+    quickest: dict[str, object] = {"decision_p50_ms": 0.4, "refresh_p50_ms": 1.6}
+    rounds = [quickest, {"decision_p50_ms": 0.6, "refresh_p50_ms": 1.7}]
+    case = {"workers": 64, "waiting": 1024, **quickest, "rounds": rounds}
+    summary = {"command": "", "processors": 2, "others_share": 0.0, "cases": [case]}
+    written = page(summary)  # type: ignore[arg-type]
+    assert "decision p50, ms | 0.5 | 0.40 | **met in 1 of 2 rounds** |" in written
+    assert "price refresh p50, ms | 1.5 | 1.60 | **missed** |" in written
+    assert "| 64 x 1024 | 0.40, 0.60 |" in written
 
 
 def test_the_page_judges_aims_and_growth_by_the_numbers() -> None:
@@ -77,6 +91,11 @@ def test_memory_is_that_of_the_arrays_behind_views_each_counted_once() -> None:
     holder = {"some": kept[:10], "other": [kept[5:], (np.zeros(3, dtype=np.int8),)]}
     assert array_bytes(holder, kept) == 8000 + 3
     assert array_bytes(lambda: kept) == 8000
+
+
+def test_no_round_at_all_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"1\.\.20"):
+        tick(out=tmp_path, rounds=0)
 
 
 def test_more_sizes_than_there_are_is_a_clear_error(tmp_path: Path) -> None:
