@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -56,13 +57,14 @@ class Kept:
 
     def __init__(self, number: Callable[[FloatArray], float]) -> None:
         self._number = number
-        self._array: FloatArray | None = None
+        # Not kept alive: once nobody else has it, no other array can be taken for it.
+        self._array: ReferenceType[FloatArray] | None = None
         self._value = 0.0
 
     def of(self, array: FloatArray) -> float:
         """The number of this array."""
-        if array is not self._array:
-            self._array, self._value = array, self._number(array)
+        if self._array is None or self._array() is not array:
+            self._array, self._value = ref(array), self._number(array)
         return self._value
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from service.control.columns import Columns
 from service.control.config import Kernel
+from service.control.kept_views import KeptViews
 from service.control.kernels.queue import settle
 from service.control.pricing import waiting_reward
 from service.control.tiers import LOWEST_VALUE
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from service.control.view import View, Waiting
 
 FIRST_ROWS = 64
-SHOWN_MAX = 64
-"""Lengths of the queue for which views are kept."""
 NOBODY = -1
 """A stamp that no request has."""
 
@@ -68,8 +67,8 @@ class Standing:
         # What `settle` keeps; then what is always zero.
         self._numbers: FloatArray = np.zeros((6, 0))
         self._nowhere: IntArray = np.zeros(0, dtype=np.int64)
-        # By how many wait; true as long as the same views of them are shown.
-        self._shown: dict[int, tuple[Waiting, Settled]] = {}
+        # True as long as the same views of who waits are shown.
+        self._shown: KeptViews[tuple[Waiting, Settled]] = KeptViews()
 
     def look(self, view: View, cheapest: PrefixPrices | None) -> Settled:
         """The numbers of everybody who waits.
@@ -97,8 +96,6 @@ class Standing:
         known = self._shown.get(n)
         if known is not None and known[0] is waiting:
             return known[1]
-        if len(self._shown) >= SHOWN_MAX:
-            self._shown.clear()
         steps, whole, footprint, rewards, cost, zeros = self._numbers[:, :n]
         columns = Columns(
             worker=self._nowhere[:n],
@@ -108,7 +105,7 @@ class Standing:
             sequences=waiting.sequences,
         )
         settled = Settled(columns, steps, rewards, cost, self._worth[:n])
-        self._shown[n] = waiting, settled
+        self._shown.put(n, (waiting, settled))
         return settled
 
     def _begin(self, ground: tuple[object, ...], rows: int) -> None:

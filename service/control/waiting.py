@@ -12,6 +12,7 @@ from service.control.affinity import Affinity, Cached
 from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.events import Request
 from service.control.fleet_state import FleetState, Limits, Shapes
+from service.control.kept_views import KeptViews
 from service.control.kinds import Kind, Kinds, Route
 from service.control.lengths import Forecast
 from service.control.tables import Table
@@ -31,8 +32,6 @@ SHOWN = (
     "stamp",
 )
 """What a policy sees of each."""
-SHOWN_MAX = 64
-"""Lengths of the queue for which views are kept."""
 
 
 @dataclass(slots=True)
@@ -120,8 +119,8 @@ class WaitingRoom:
             body_bytes=np.float64,
         )
         self._ones: FloatArray = np.ones(0)
-        # By how many wait: the queue hovers about a length, and views of so many rows stay true.
-        self._shown: dict[int, Waiting] = {}
+        # Views of so many rows of the same table stay true.
+        self._shown = KeptViews[Waiting]()
         self._shown_capacity = 0
         self._stamps = itertools.count()
         self._none_before_s = np.inf
@@ -284,7 +283,7 @@ class WaitingRoom:
                 wanted=wanted,
             )
         n = len(self._table)
-        if self._shown_capacity != self._table.capacity or len(self._shown) >= SHOWN_MAX:
+        if self._shown_capacity != self._table.capacity:
             self._shown.clear()
             self._shown_capacity = self._table.capacity
         known = self._shown.get(n)
@@ -293,11 +292,13 @@ class WaitingRoom:
         if n > self._ones.size:
             self._ones = np.ones(2 * n)
             self._ones.flags.writeable = False
-        self._shown[n] = Waiting(
-            **self._table.live(*SHOWN),
-            discount=self._ones[:n],
-            shared=False,
-            reach=reach,
-            wanted=wanted,
+        return self._shown.put(
+            n,
+            Waiting(
+                **self._table.live(*SHOWN),
+                discount=self._ones[:n],
+                shared=False,
+                reach=reach,
+                wanted=wanted,
+            ),
         )
-        return self._shown[n]

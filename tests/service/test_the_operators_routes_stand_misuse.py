@@ -117,7 +117,9 @@ async def test_a_body_that_does_not_come_is_a_408_and_one_whose_sender_left_is_n
                     writer.transport.abort()
                     await asyncio.sleep(0.1)
             assert not [line for line in logs if line["log_level"] == "error"]
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    # The span exporter of an earlier test may still be giving up, in a thread of its own.
+    ours = [record for record in caplog.records if not record.name.startswith("opentelemetry")]
+    assert not [record for record in ours if record.levelname == "ERROR"]
 
 
 def lines_of(logs: list[Any], event: str) -> list[tuple[Any, ...]]:
