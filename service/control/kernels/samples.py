@@ -20,8 +20,10 @@ def _draw(most: int, bits: NDArray[np.uint32], at: int) -> tuple[int, int]:
     """Draw from 0 to `most`, all equally likely; and where the next random bits are.
 
     By Lemire's method (Fast Random Integer Generation in an Interval, 2019), as numpy does it.
-    Bits that would favour some values are passed over while others are left.
+    Bits that would favour some values are passed over while others are left; the last are used for
+    all that would need more.
     """
+    at = min(at, bits.size - 1)
     values = most + 1
     if most == 0:
         return 0, at
