@@ -67,6 +67,14 @@ def test_router_and_workers_agree_on_the_batch_limit(settings: Settings) -> None
     assert int(arguments[flag + 1]) == settings.fleet.max_num_seqs
 
 
+def test_the_workers_image_is_of_a_version_that_the_compatibility_table_knows() -> None:
+    image = _container(_one("vllm.yaml", "StatefulSet"))["image"]
+    table = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    head = next(line for line in table.splitlines() if line.startswith("|"))
+    versions = re.findall(r"\d+\.\d+\.\d+", head)
+    assert image.partition(":v")[2] in versions, f"{image} is none of {versions}"
+
+
 def test_the_router_has_time_to_drain_before_it_is_killed(settings: Settings) -> None:
     pod = _one("router.yaml", "Deployment")["spec"]["template"]["spec"]
     pre_stop_s = int(
