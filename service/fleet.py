@@ -172,9 +172,12 @@ class Fleet:
             one for watch in self._servers() if watch.serves(model) for one in watch.candidates()
         )
 
-    def knows(self, model: str) -> bool:
-        """Whether any worker, up or not, is known or allowed to serve a model."""
-        return not self._watches or any(watch.serves(model) for watch in self._watches.values())
+    def served(self) -> frozenset[str] | None:
+        """Return what the workers, up or not, serve; None when one of them may serve any model."""
+        known = [watch.models for watch in self._servers()]
+        if not known or None in known:
+            return None
+        return frozenset().union(*(models or () for models in known))
 
     def answers(self, worker_id: str) -> bool:
         """Whether the server of a worker answers, though the worker may take nothing new."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from service.control.events import Outcome, Refusal
+from service.control.events import Outcome, Refusal, unserved
 from service.errors import ClientGoneError, RefusedError
 from service.fleet_types import Candidate
 
@@ -31,8 +31,8 @@ class Workers(Protocol):
     def candidates(self, model: str) -> Sequence[Candidate]:
         """Workers that are up and serve a model, or may; "" is any model."""
 
-    def knows(self, model: str) -> bool:
-        """Whether any worker, up or not, may serve a model."""
+    def served(self) -> frozenset[str] | None:
+        """What the workers, up or not, serve; None when one of them may serve any model."""
 
     def answers(self, worker_id: str) -> bool:
         """Whether a worker can be asked, though it may take nothing new."""
@@ -153,10 +153,9 @@ class LightPath:
     def _refuse_hopeless(self, wanted: Wanted, avoid: set[str]) -> None:
         if avoid:
             raise RefusedError(Refusal.NO_WORKER, f"{len(avoid)} workers did not take the request")
-        if not self._workers.knows(wanted.model):
-            raise RefusedError(
-                Refusal.UNKNOWN_MODEL, f"no worker serves the model {wanted.model!r}"
-            )
+        served = self._workers.served()
+        if wanted.model and served is not None and wanted.model not in served:
+            raise RefusedError(Refusal.UNKNOWN_MODEL, unserved(wanted.model, served))
 
     def _take_best(self, able: Sequence[Candidate]) -> str:
         most = self._config.light_per_worker_max

@@ -11,6 +11,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from service.control.events import unserved
 from service.errors import REASON_HEADER, Answer, error_body
 from service.queue_stats import QueueStats
 from service.surface import ALIVE_PATHS, READY_PATHS
@@ -92,12 +93,10 @@ def _add_models(router: APIRouter, models: Callable[[], dict[str, object]]) -> N
     @router.get("/v1/models/{name:path}")
     async def show_model(name: str) -> dict[str, object]:
         """One of them."""
-        card = next((card for card in _cards(models()) if card["id"] == name), None)
-        if card is None:
-            raise HTTPException(
-                404, f"no worker serves the model {name!r}", {REASON_HEADER: "model_not_found"}
-            )
-        return card
+        served = {str(card["id"]): card for card in _cards(models())}
+        if name not in served:
+            raise HTTPException(404, unserved(name, served), {REASON_HEADER: "model_not_found"})
+        return served[name]
 
 
 def with_aliases(models: dict[str, object], aliases: Mapping[str, str]) -> dict[str, object]:

@@ -195,10 +195,14 @@ class WorkerWatch:
         bare: ModelCard = {"object": "model", "created": 0, "owned_by": "vllm"}
         return tuple(listed.get(name, {"id": name, **bare}) for name in sorted(self._server.models))
 
+    @property
+    def models(self) -> frozenset[str] | None:
+        """What it serves; None when that is not known and any model is tried."""
+        return self._served.names
+
     def serves(self, model: str) -> bool:
         """Whether it serves a model, or may: an unknown list and "" match everything."""
-        names = self._served.names
-        return not model or names is None or model in names
+        return not model or self.models is None or model in self.models
 
     def context_tokens(self, model: str) -> int | None:
         """Return the context length of a model, if the server told it; "" is its shortest."""

@@ -9,7 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MODELS_SHOWN_MAX: Final = 5
 
 
 class Outcome(StrEnum):
@@ -31,6 +36,17 @@ class Refusal(StrEnum):
     WOULD_WAIT = "would_wait"
     NO_WORKER = "no_worker"
     DRAINING = "draining"
+
+
+def unserved(model: str, served: Iterable[str]) -> str:
+    """Say that nobody serves a model, and what is served: the first few names."""
+    names = sorted(served)
+    words = f"no worker serves the model {model!r}"
+    if not names:
+        return words
+    more = len(names) - MODELS_SHOWN_MAX
+    tail = f" and {more} more" if more > 0 else ""
+    return f"{words}; served: {', '.join(names[:MODELS_SHOWN_MAX])}{tail}"
 
 
 class Role(StrEnum):

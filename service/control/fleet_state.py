@@ -240,6 +240,10 @@ class FleetState:
                 self._model_rows[model] = row
         return row
 
+    def models(self) -> frozenset[str]:
+        """Every model that a worker, up or not, is known to serve."""
+        return frozenset().union(*(worker.models or () for worker in self.workers))
+
     def shapes(self, model: str) -> Shapes:
         """The distinct limits among the workers that serve a model."""
         found = self._shapes.get(model)

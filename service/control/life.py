@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from service.control.config import PolicyName
 from service.control.displacement import Bid
-from service.control.events import Command, Outcome, Refusal, Refuse, Request
+from service.control.events import Command, Outcome, Refusal, Refuse, Request, unserved
 from service.control.kinds import Route
 from service.control.waiting import Entry, fit_to_fleet
 from service.control.worker_stats import free_slots
@@ -117,7 +117,7 @@ class Life:
             return None
         model = entry.request.model
         if not self.fleet.serves(model).any():
-            return Refusal.UNKNOWN_MODEL, f"no worker serves the model {model!r}"
+            return Refusal.UNKNOWN_MODEL, unserved(model, self.fleet.models())
         return self.too_large(entry) if entry.too_large else None
 
     def too_large(self, entry: Entry) -> tuple[Refusal, str]:

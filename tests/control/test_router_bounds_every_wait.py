@@ -6,6 +6,7 @@ that never lets up. The small ones keep flowing and the large one starts within 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -63,6 +64,25 @@ def test_room_counts_in_whole_blocks() -> None:
     router = router_with(SMALL, spec(kv=100, block=16))  # six blocks of 16: 96 tokens
     assert refusals(router.handle(ask("r", prompt=96), 0.0)) == [("r", "too_large")]
     assert router.handle(ask("s", prompt=95), 0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("served", "told"),
+    [
+        ((), ""),
+        (("b", "a"), "; served: a, b"),
+        ([f"m{n}" for n in range(9)], "; served: m0, m1, m2, m3, m4 and 4 more"),
+    ],
+    ids=["none", "few", "many"],
+)
+def test_an_unknown_model_is_told_what_is_served(served: Sequence[str], told: str) -> None:
+    router = router_with(SMALL)
+    for place, model in enumerate(served):
+        router.handle(WorkerJoined(spec(f"w{place}", models=frozenset({model}))), 0.0)
+    if not served:
+        router.handle(WorkerJoined(spec(models=frozenset())), 0.0)
+    refusal = only(router.handle(ask("r", model="x"), 0.0))
+    assert refusal.detail == f"no worker serves the model 'x'{told}"
 
 
 @pytest.mark.parametrize("policy", POLICIES)

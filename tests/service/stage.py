@@ -111,7 +111,7 @@ class Stage:
 
     def candidates(self, model: str) -> tuple[Candidate, ...]:
         """Every worker is up and serves the same models."""
-        if not self.knows(model):
+        if model and self.models is not None and model not in self.models:
             return ()
         return tuple(Candidate(worker_id=name, load=0.0) for name in self.workers)
 
@@ -119,9 +119,9 @@ class Stage:
         """Whether there is such a worker."""
         return worker_id in self.workers
 
-    def knows(self, model: str) -> bool:
-        """Whether the workers serve a model."""
-        return not model or self.models is None or model in self.models
+    def served(self) -> frozenset[str] | None:
+        """What every worker serves."""
+        return self.models
 
     def __post_init__(self) -> None:
         self.telemetry = Telemetry(structlog.get_logger(), log_requests=True)

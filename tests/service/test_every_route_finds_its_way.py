@@ -312,6 +312,7 @@ def test_light_requests_respect_models_health_and_draining() -> None:
         async with stage_of("a", light=LightConfig(light_hold_s=2.0)).open() as stage:
             unknown = await embed(stage, model="nope")
             assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")  # type: ignore[attr-defined]
+            assert unknown.error["message"] == "no worker serves the model 'nope'; served: m"  # type: ignore[attr-defined]
             worker = stage.workers.pop("a")
             began_s = asyncio.get_running_loop().time()
             nobody = await embed(stage)

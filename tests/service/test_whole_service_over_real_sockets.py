@@ -90,6 +90,8 @@ async def test_what_bidgate_does_not_have_says_why_in_a_header() -> None:
             response = await live.client.request(method, f"{live.url}{path}")
             assert response.headers["x-bidgate-reason"] == reason
             assert (response.json()["error"]["code"] or "not_found_error") == reason
+        unknown = await live.client.get(f"{live.url}/v1/models/nope")
+        assert unknown.json()["error"]["message"].endswith("'nope'; served: mock")
 
 
 async def test_a_model_goes_to_the_worker_that_serves_it() -> None:

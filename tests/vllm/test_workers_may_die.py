@@ -89,7 +89,8 @@ class Load:
 async def put_load(http: httpx.AsyncClient, fleet: Fleet, count: int) -> Load:
     """Send long streams; return when each of the workers' slots that the load fills produces.
 
-    A request that a worker has but that nobody has seen answered would be neither lost nor queued to a test.
+    A request that a worker has but that nobody has seen answered would be neither lost nor
+    queued to a test.
     """
     filled = min(count, SLOTS * len(fleet.urls))
     bodies = [
