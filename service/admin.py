@@ -168,7 +168,7 @@ async def _read_entry(request: Request, discovery: Discovery) -> tuple[WorkerCon
         worker = worker_config(_ENTRY.validate_python(dict(body)), discovery.fleet)
     except ValidationError as error:
         known = WorkerSettings.__dataclass_fields__
-        raise BadRequestError(describe(error, known)) from None
+        raise BadRequestError("; ".join(describe(error, known))) from None
     except ValueError as error:
         raise BadRequestError(str(error)) from error
     if not discovery.fleet.allow_link_local:

@@ -116,4 +116,4 @@ def _read(path: Path) -> tuple[ClientKey, ...]:
         return TypeAdapter(tuple[ClientKey, ...]).validate_python(entries or ())
     except ValidationError as error:
         known = ClientKey.__dataclass_fields__
-        raise SettingsError(describe(error, known, path)) from None
+        raise SettingsError(*describe(error, known, path)) from None

@@ -146,7 +146,7 @@ def run(arguments: list[str]) -> None:
         with _mistakes_in_words(arguments):
             make_app()(_in_our_words(arguments), exit_on_error=False, print_error=False)
     except SettingsError as error:
-        _stop(str(error))
+        _stop(*error.lines)
     except (ListenError, ExplainError) as error:
         _stop(str(error), status=1)
 
@@ -166,16 +166,16 @@ def read_settings(arguments: list[str]) -> Settings:
 
 @contextmanager
 def _mistakes_in_words(arguments: list[str]) -> Iterator[None]:
-    """Turn what the libraries say about settings into one line."""
+    """Turn what the libraries say about settings into one line for each mistake."""
     try:
         yield
     except (ValidationError, cyclopts.CycloptsError) as error:
         cause = error if isinstance(error, ValidationError) else error.__cause__
         if isinstance(cause, ValidationError):
-            message = describe(cause, known_names(), _settings_file(arguments))
+            lines = describe(cause, known_names(), _settings_file(arguments))
         else:
-            message = _one_line(error)
-        raise SettingsError(message) from None
+            lines = (_one_line(error),)
+        raise SettingsError(*lines) from None
 
 
 def _settings_file(arguments: list[str]) -> Path | None:
@@ -203,6 +203,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _stop(message: str, status: int = 2) -> NoReturn:
-    print(f"bidgate: {message}", file=sys.stderr)
+def _stop(*lines: str, status: int = 2) -> NoReturn:
+    for line in lines:
+        print(f"bidgate: {line}", file=sys.stderr)
     sys.exit(status)

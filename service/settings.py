@@ -336,14 +336,18 @@ def check_environment(environ: Mapping[str, str]) -> None:
     """Refuse BIDGATE_ variables that no setting has; pydantic-settings would ignore them.
 
     Raises:
-        SettingsError: names the variable and the nearest known one.
+        SettingsError: names each variable and the nearest known one.
     """
     known = {ENV_PREFIX + name.upper().replace(".", "__") for name in setting_names()}
     # A whole group as JSON is a way to set it, and pydantic checks what is inside.
     known |= {ENV_PREFIX + name.upper() for name in Settings.model_fields}
-    for name in sorted(environ):
-        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
-            raise SettingsError(f"unknown setting {name}{nearest(name.upper(), known)}")
+    unknown = [
+        f"unknown setting {name}{nearest(name.upper(), known)}"
+        for name in sorted(environ)
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
+    ]
+    if unknown:
+        raise SettingsError(*unknown)
 
 
 def setting_names() -> Iterator[str]:

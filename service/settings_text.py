@@ -17,11 +17,25 @@ from service.secrets import note_file
 UNION_BRANCHES: Final = ("str", "WorkerSettings", "DnsConfig", "KubernetesConfig")
 UNKNOWN_KINDS: Final = ("extra_forbidden", "unexpected_keyword_argument")
 SECRET_WORDS: Final = ("key", "secret", "password", "token")
+MISTAKES_SHOWN_MAX: Final = 10
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
 
 
 class SettingsError(Exception):
-    """The settings cannot be used; the message is one line for the operator."""
+    """The settings cannot be used.
+
+    Args:
+        lines: for the operator, one for each mistake, the first to mend first; at least one.
+
+    Attributes:
+        lines: the first few of them, and how many more there are.
+    """
+
+    def __init__(self, *lines: str) -> None:
+        more = len(lines) - MISTAKES_SHOWN_MAX
+        tail = (f"and {more} more mistakes",) if more > 0 else ()
+        self.lines = lines[:MISTAKES_SHOWN_MAX] + tail
+        super().__init__("; ".join(self.lines))
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -109,26 +123,37 @@ def listed(value: object) -> object:
     return split
 
 
-def describe(error: ValidationError, known: Iterable[str] = (), path: Path | None = None) -> str:
-    """Say in one line what is wrong with settings; secrets are not repeated.
+def describe(
+    error: ValidationError, known: Iterable[str] = (), path: Path | None = None
+) -> tuple[str, ...]:
+    """Say what is wrong with settings, one line for each mistake; secrets are not repeated.
 
     Args:
         error: of the settings' model.
         known: dotted names that there are, to suggest the nearest.
         path: the file that they may have come from.
     """
-    problems = error.errors(include_url=False)
-    # A worker may be a URL or a mapping; the deeper complaint is about what was meant. Beside a
-    # name that is missing, one that is unknown is the mistake.
-    first = max(problems, key=lambda one: (len(one["loc"]), one["type"] in UNKNOWN_KINDS))
-    where = [part for part in first["loc"] if part not in UNION_BRANCHES]
-    words = _words(first, ".".join(str(part) for part in where), known)
-    line = None if path is None else _line_of(path, where, first["msg"])
-    prefix = "" if line is None else f"{path}:{line}: "
+    places: dict[tuple[str | int, ...], ErrorDetails] = {}
+    for problem in error.errors(include_url=False):
+        where = tuple(part for part in problem["loc"] if part not in UNION_BRANCHES)
+        places.setdefault(where, problem)
+    # A worker may be a URL or a mapping; the deeper complaint is about what was meant. A name that
+    # is unknown comes before one that is missing: it may be the same.
+    above = {where[:depth] for where in places for depth in range(len(where))}
+    told = [where for where in places if where not in above]
+    told.sort(key=lambda where: places[where]["type"] not in UNKNOWN_KINDS)
+    return tuple(_line(places[where], where, known, path) for where in told)
+
+
+def _line(
+    problem: ErrorDetails, where: Sequence[str | int], known: Iterable[str], path: Path | None
+) -> str:
+    """One mistake, with its place in the file where it has one."""
+    words = _words(problem, ".".join(str(part) for part in where), known)
     if path is not None and not where:
-        prefix, words = f"{path}: ", words.removeprefix(": ")
-    more = len(problems) - 1
-    return f"{prefix}{words} (and {more} more)" if more else f"{prefix}{words}"
+        return f"{path}: {words.removeprefix(': ')}"
+    line = None if path is None else _line_of(path, where, problem["msg"])
+    return words if line is None else f"{path}:{line}: {words}"
 
 
 def line_of_entry(path: Path, setting: str, text: str) -> int | None:

@@ -5,6 +5,7 @@ Plain values, so that fleet and forwarder share them without knowing the setting
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 from urllib.parse import urlsplit
@@ -45,39 +46,30 @@ class WorkerConfig:
     data_parallel_rank: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no worker can have."""
-        if not self.url.startswith(("http://", "https://")) or self.url.endswith("/"):
-            raise ValueError(
-                f"url must be http(s)://host[:port] with no trailing slash: {self.url}"
-            )
-        parts = urlsplit(self.url)
-        if not _is_header_text(self.url) or parts.query or parts.fragment or "\\" in self.url:
-            raise ValueError(f"url must be http(s)://host[:port][/prefix] alone: {self.url!r}")
+        """Refuse what no worker can have; every fault is told."""
+        faults = [*self._faults()]
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    def _faults(self) -> Iterator[str]:
+        """What is wrong, the first to mend first."""
+        wrong = ", ".join(_url_faults(self.url))
+        if wrong:
+            yield f"url must be http(s)://host[:port][/prefix] alone: {wrong}: {_shown(self.url)}"
         if not (_is_header_text(self.worker_id) and len(self.worker_id) <= ID_CHARS_MAX):
             # It is the value of a header, and part of the path of the operator's routes.
-            raise ValueError(
-                f"a worker's id must be 1 to {ID_CHARS_MAX} printable ASCII characters, no blanks"
-            )
+            yield f"a worker's id must be 1 to {ID_CHARS_MAX} printable ASCII characters, no blanks"
         if self.api_key is not None and not _is_header_text(self.api_key):
-            raise ValueError("api_key must be printable ASCII without blanks")
-        if "@" in parts.netloc:
-            # The worker's id, which clients and metrics see, is made from the URL.
-            raise ValueError("url must not hold credentials; api_key is for them")
+            yield "api_key must be printable ASCII without blanks"
         if self.batch_limit < 1:
-            raise ValueError(f"batch_limit must be at least 1, got {self.batch_limit}")
+            yield f"batch_limit must be at least 1, got {self.batch_limit}"
         if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < 1:
-            raise ValueError(
-                f"kv_capacity_tokens must be at least 1, got {self.kv_capacity_tokens}"
-            )
-        if not 1 <= self.data_parallel_size <= RANKS_MAX:
-            raise ValueError(
-                f"data_parallel_size must be in 1..{RANKS_MAX}, got {self.data_parallel_size}"
-            )
-        if not 0 <= (self.data_parallel_rank or 0) < self.data_parallel_size:
-            raise ValueError(
-                f"data_parallel_rank must be in 0..{self.data_parallel_size - 1}, "
-                f"got {self.data_parallel_rank}"
-            )
+            yield f"kv_capacity_tokens must be at least 1, got {self.kv_capacity_tokens}"
+        ranks, rank = self.data_parallel_size, self.data_parallel_rank
+        if not 1 <= ranks <= RANKS_MAX:
+            yield f"data_parallel_size must be in 1..{RANKS_MAX}, got {ranks}"
+        elif not 0 <= (rank or 0) < ranks:
+            yield f"data_parallel_rank must be in 0..{ranks - 1}, got {rank}"
 
     def ranks(self) -> tuple[WorkerConfig, ...]:
         """One worker for each rank behind the URL, named `id@rank`; itself when there is one."""
@@ -87,6 +79,34 @@ class WorkerConfig:
             replace(self, worker_id=f"{self.worker_id}@{rank}", data_parallel_rank=rank)
             for rank in range(self.data_parallel_size)
         )
+
+
+def _url_faults(url: str) -> Iterator[str]:
+    """What keeps a text from being a worker's base URL, the first to mend first."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        yield "its scheme is missing"
+    elif scheme not in ("http", "https"):
+        yield f"its scheme is {scheme}" if scheme else "its scheme is empty"
+    if "@" in (rest if mark else url).partition("/")[0]:
+        # The worker's id, which clients and metrics see, is made from the URL.
+        yield "it must not hold credentials (api_key is for them)"
+    if url and not _is_header_text(url):
+        yield "it has blanks, or characters that are not printable ASCII"
+    if any(mark in url for mark in "?#\\"):
+        yield "it has a query, a fragment or a backslash"
+    if url.endswith("/"):
+        yield "it has a trailing slash"
+    try:
+        urlsplit(url)
+    except ValueError as error:
+        yield str(error)
+
+
+def _shown(url: str) -> str:
+    """A URL without its credentials, and in quotes where it could be misread."""
+    shown = f"***@{url.rpartition('@')[2]}" if "@" in url else url
+    return shown if _is_header_text(shown) else repr(shown)
 
 
 def _is_header_text(text: str) -> bool:

@@ -134,10 +134,11 @@ class WorkerLists:
         """The plain values of all of them, ranks apart.
 
         Raises:
-            SettingsError: a URL is none, or a name is given twice; with file and line where the
+            SettingsError: URLs are none, or names are given twice; with file and line where the
                 file has that entry.
         """
         known: dict[str, WorkerConfig] = {}
+        mistakes = []
         for setting, entry in self._entries():
             try:
                 for rank in worker_config(entry, fleet).ranks():
@@ -145,7 +146,9 @@ class WorkerLists:
                         raise ValueError(f"{rank.worker_id} is listed twice")
                     known[rank.worker_id] = rank
             except ValueError as error:
-                raise SettingsError(f"{self._place(setting, entry)}{setting}: {error}") from error
+                mistakes.append(f"{self._place(setting, entry)}{setting}: {error}")
+        if mistakes:
+            raise SettingsError(*mistakes)
         return tuple(known.values())
 
     def _entries(self) -> Iterator[tuple[str, WorkerSettings]]:
@@ -177,7 +180,7 @@ def worker_config(entry: WorkerEntry, fleet: FleetConfig) -> WorkerConfig:
     key = one.api_key or fleet.worker_api_key
     ranks = one.data_parallel_size
     worker = WorkerConfig(
-        worker_id=url.partition("://")[2] if one.id is None else one.id,
+        worker_id=url.rpartition("://")[2] if one.id is None else one.id,
         url=url,
         batch_limit=fleet.max_num_seqs if one.batch_limit is None else one.batch_limit,
         kv_capacity_tokens=one.kv_capacity_tokens,

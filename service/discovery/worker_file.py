@@ -64,7 +64,8 @@ def read_workers(path: Path) -> Snapshot:
         _refuse_repeated(workers, path)
         return workers
     except ValidationError as error:
-        raise SourceError(describe(error, WorkerSettings.__dataclass_fields__, path)) from None
+        known = WorkerSettings.__dataclass_fields__
+        raise SourceError("; ".join(describe(error, known, path))) from None
     except SettingsError as error:
         raise SourceError(str(error)) from error
 
