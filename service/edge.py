@@ -26,6 +26,7 @@ from service.errors import (
     ClientError,
     ClientGoneError,
     MethodNotAllowedError,
+    NoSuchRouteError,
     OperatorRouteError,
     RouterBrokeError,
     StoppedError,
@@ -35,7 +36,7 @@ from service.headers import RawHeaders, first
 from service.interrupt import Interrupt, OpenRequests
 from service.operator_lines import OperatorLines
 from service.request_record import RequestRecord
-from service.surface import Api, Route, Way, find_route
+from service.surface import Api, Route, Way, find_route, no_such_path
 from service.telemetry import Telemetry
 from service.trace import Trace, Tracer
 from service.ways import Ways
@@ -192,6 +193,8 @@ def _misfit(method: str, route: Route) -> ClientError | None:
     """Why a request goes to no worker whoever sends it, or None."""
     if route.way is Way.OPERATORS:
         return OperatorRouteError(f"{route.path} changes one engine; ask that engine")
+    if route.way is Way.MISSPELT:
+        return NoSuchRouteError(no_such_path(route.path))
     if route.way is Way.QUEUED and method != "POST":
         return MethodNotAllowedError("only POST is allowed here")
     return None

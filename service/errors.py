@@ -197,7 +197,7 @@ class RateLimitedError(ClientError):
 
 
 class NoSuchRouteError(ClientError):
-    """The route is not served under these settings."""
+    """There is no such route, or it is not served under these settings."""
 
     answer = Answer(404, "not_found_error")
 

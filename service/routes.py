@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from service.control.events import unserved
 from service.errors import REASON_HEADER, Answer, error_body
 from service.queue_stats import QueueStats
-from service.surface import ALIVE_PATHS, READY_PATHS
+from service.surface import ALIVE_PATHS, READY_PATHS, no_such_path
 from service.telemetry import Telemetry
 
 FALLING_BACK: Final = "decisions are first come first served: the policy fails or is too slow"
@@ -125,7 +125,10 @@ def answer_unknown_paths(app: FastAPI) -> None:
         code = "method_not_allowed" if error.status_code == 405 else None
         headers = {**(error.headers or {}), "content-type": "application/json"}
         answer = Answer(error.status_code, kind, headers.get(REASON_HEADER) or code)
-        body = error_body(f"{request.url.path}: {error.detail}", answer)
+        path = request.url.path
+        unknown = error.status_code == 404 and not answer.code
+        words = no_such_path(path) if unknown else f"{path}: {error.detail}"
+        body = error_body(words, answer)
         headers[REASON_HEADER] = answer.code or answer.type
         return Response(body, error.status_code, headers)
 

@@ -1,13 +1,16 @@
 """1 edge, the map: which path is answered here, waits in the queue, or goes straight to a worker.
 
 The routes are vLLM's. Paths below /v1/ that nobody here knows go to a worker as they are, so that
-a newer engine's routes work at once; what changes an engine's state for everybody does not.
+a newer engine's routes work at once; what changes an engine's state for everybody does not. What
+is nearly a known route is a slip and gets a 404 that names the route.
 """
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
@@ -16,7 +19,8 @@ class Way(StrEnum):
     """How a path is served.
 
     HERE by bidgate itself; QUEUED through the central queue; LIGHT straight to a worker; STORED to
-    the one worker that holds the response; OPERATORS not at all, as it acts on one engine only.
+    the one worker that holds the response; OPERATORS not at all, as it acts on one engine only;
+    MISSPELT not at all, as it is nearly a known path.
     """
 
     HERE = "here"
@@ -24,6 +28,7 @@ class Way(StrEnum):
     LIGHT = "light"
     STORED = "stored"
     OPERATORS = "operators"
+    MISSPELT = "misspelt"
 
 
 class Api(StrEnum):
@@ -84,6 +89,14 @@ READY_PATHS: Final = ("/ready", "/readyz", "/readiness")
 
 STORED_PREFIX: Final = "/v1/responses/"
 HERE_PREFIX: Final = "/v1/models"
+PATHS: Final = (*QUEUED, *sorted(LIGHT), HERE_PREFIX)
+"""Every route for clients that has a name."""
+SLIP_LIKENESS: Final = 0.88
+"""How alike an unknown and a known path are, of 0 to 1, where the unknown one is a slip. New routes
+are less: `/v1/chat/completions/render` beside `/v1/chat/completions/batch` is 0.83."""
+HINT_LIKENESS: Final = 0.6
+"""The same, to name a known path to who asks for one that nobody serves."""
+COMPARED_CHARS_MAX: Final = 128
 SEGMENTS_THAT_CLIMB: Final = frozenset({"", ".", ".."})
 
 
@@ -123,7 +136,31 @@ def find_route(path: str) -> Route:
         return Route(Way.HERE, path)
     if path.startswith(STORED_PREFIX) and path != f"{STORED_PREFIX}render":
         return Route(Way.STORED, path, Api.RESPONSES, response_id=segments[2])
+    if len(path) <= COMPARED_CHARS_MAX and _is_slip(path):
+        return Route(Way.MISSPELT, path)
     return Route(Way.LIGHT, path, _api_of(path))
+
+
+def no_such_path(path: str) -> str:
+    """Say that nobody serves a path, and which one it may have been."""
+    near = _nearest(path, HINT_LIKENESS)
+    return f"{path}: Not Found" + (f"; did you mean {near}?" if near else "")
+
+
+@lru_cache(maxsize=1024)
+def _is_slip(path: str) -> bool:
+    """Whether a path must be a known one, misspelt, or a known one below /v1/ twice."""
+    near = _nearest(path, SLIP_LIKENESS)
+    return bool(near) and (path == f"/v1{near}" or path.count("/") == near.count("/"))
+
+
+def _nearest(path: str, likeness: float) -> str:
+    """The known path most like another, or nothing."""
+    if path.startswith("/v1/v1/"):
+        path = path.removeprefix("/v1")
+    if len(path) > COMPARED_CHARS_MAX:
+        return ""
+    return next(iter(difflib.get_close_matches(path.lower(), PATHS, n=1, cutoff=likeness)), "")
 
 
 def _api_of(path: str) -> Api:

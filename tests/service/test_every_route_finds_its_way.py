@@ -111,6 +111,39 @@ def test_every_route_of_the_engines_is_served_or_refused_by_name(
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/chat/compeltions/", "/v1/chat/completions"),
+        ("/v1/Chat/Completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/models", "/v1/models"),
+        ("/v1/model", "/v1/models"),
+        ("/v1/embedding", "/v1/embeddings"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/completions", "/v1/completions"),
+        ("/tokenise", "/tokenize"),
+    ],
+)
+def test_a_misspelt_path_is_a_404_that_names_the_route(path: str, meant: str) -> None:
+    async def scenario() -> None:
+        async with stage_of("a").open() as stage:
+            exchange = await stage.send("POST", path, b'{"model": "m"}')
+            assert (exchange.status, exchange.error["type"]) == (404, "not_found_error")
+            assert exchange.error["message"].endswith(f": Not Found; did you mean {meant}?")
+            assert sent(stage) == {"a": []}
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/images/generations", "/v1/messages/batches", "/v1/classify", "/v1/" + "x" * 4000]
+)
+def test_a_route_that_is_new_passes(path: str) -> None:
+    assert find_route(path).way is Way.LIGHT
+
+
 @pytest.mark.parametrize("path", sorted(OPERATORS))
 def test_what_would_change_one_engine_is_refused(path: str) -> None:
     async def scenario() -> None:
