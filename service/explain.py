@@ -14,6 +14,10 @@ from service.control.events import WorkerState
 from service.control.stats import PrefillStats, WorkerStats
 
 TIMEOUT_S: Final = 5.0
+WHAT_OF: Final = (
+    "Prices are of the arrivals expected next, at the rate and mix of late, not of who is here now:"
+    " they outlast a burst, and may stand where slots are free and nobody waits."
+)
 
 
 class ExplainError(Exception):
@@ -75,7 +79,7 @@ def explain(state: Scarcity) -> str:
     lines = [_queue_line(state)]
     if not state.workers:
         return "\n".join([*lines, "No worker is known yet."])
-    lines.append(_scarcest(state.workers))
+    lines += _scarcest(state.workers)
     width = max(len(worker.worker_id) for worker in state.workers)
     ranked = sorted(state.workers, key=lambda worker: (-_price(worker), worker.worker_id))
     lines += [_worker_line(worker, width) for worker in ranked]
@@ -89,22 +93,24 @@ def _queue_line(state: Scarcity) -> str:
     return f"{line}; {state.arrivals_per_s:.1f} arrive per second."
 
 
-def _scarcest(workers: tuple[WorkerStats, ...]) -> str:
+def _scarcest(workers: tuple[WorkerStats, ...]) -> list[str]:
     up = [worker for worker in workers if worker.state is WorkerState.UP]
     if not up:
-        return "No worker is up, so nothing can start."
+        return ["No worker is up, so nothing can start."]
     top = max(up, key=_price)
     if _price(top) <= 0:
-        return "Nothing is scarce: every price is zero, so a request that fits starts at once."
+        return [
+            "Nothing is scarce for the arrivals expected next: every price is zero, so a request"
+            " that fits starts at once."
+        ]
+    what, one, price, more = "KV memory", "token of it", top.price_kv, "more GPU memory for KV"
     if top.price_batch >= _kv_price(top):
-        return (
-            f"Scarcest: batch slots on {top.worker_id}. One more slot there would earn"
-            f" {top.price_batch:.3g} reward per iteration (a larger --max-num-seqs, or a worker)."
-        )
-    return (
-        f"Scarcest: KV memory on {top.worker_id}. One more token of it would earn"
-        f" {top.price_kv:.3g} reward per iteration (more GPU memory for KV, or a worker)."
-    )
+        what, one, price, more = "batch slots", "slot", top.price_batch, "a larger --max-num-seqs"
+    return [
+        f"Scarcest for the arrivals expected next: {what} on {top.worker_id}. One more {one} there"
+        f" would earn {price:.3g} reward per iteration ({more}, or a worker).",
+        WHAT_OF,
+    ]
 
 
 def _worker_line(worker: WorkerStats, width: int) -> str:

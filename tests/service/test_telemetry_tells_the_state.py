@@ -305,10 +305,17 @@ def scarcity(*workers: WorkerStats, waiting: int = 3) -> str:
 def test_explain_names_the_scarcest_worker_and_resource() -> None:
     words = scarcity(worker("a", price_batch=0.5), worker("b", price_batch=2.0))
     assert "8 requests run, 3 wait, the oldest for 1.50 s" in words
-    assert "Scarcest: batch slots on b" in words
+    assert "Scarcest for the arrivals expected next: batch slots on b. One more slot there" in words
     assert words.index("  b ") < words.index("  a ")
     kv = scarcity(worker("a", price_batch=0.5, price_kv=0.1), worker("b", price_batch=2.0))
-    assert "Scarcest: KV memory on a" in kv
+    assert "Scarcest for the arrivals expected next: KV memory on a. One more token of it" in kv
+
+
+def test_explain_says_what_prices_are_of_where_there_are_any() -> None:
+    """After a burst slots may be free, with nobody waiting, and their price above zero."""
+    after_a_burst = scarcity(worker("a", active=0, price_batch=0.5), waiting=0)
+    assert "not of who is here now" in after_a_burst
+    assert "not of who is here now" not in scarcity(worker("a"))
 
 
 def test_explain_says_when_nothing_is_scarce_or_nobody_is_there() -> None:
