@@ -31,7 +31,7 @@ from service.control.router import Router
 from service.crew import Crew
 from service.discovery.following import Discovery
 from service.edge import Edge, Inside
-from service.edge_config import reading
+from service.edge_config import EdgeConfig, reading
 from service.fleet import Fleet
 from service.forwarder import Forwarder
 from service.light import LightPath
@@ -136,22 +136,7 @@ def assemble(settings: Settings, rereading: Rereading | None = None) -> Service:
     app.include_router(admin_routes(staff))
     answer_unknown_paths(app)
     app.openapi = document_of(app)  # type: ignore[method-assign]
-    inner = app.build_middleware_stack
-
-    def behind_the_edge() -> Edge:
-        """Nothing of the framework's own stands around a relayed request, only around the rest."""
-        return Edge(
-            inner(),
-            ways=parts.ways,
-            telemetry=parts.telemetry,
-            door=parts.door,
-            inside=parts.inside,
-            config=lambda: apply.settings.edge,
-            log=parts.log,
-            tracer=parts.tracer,
-        )
-
-    app.build_middleware_stack = behind_the_edge  # type: ignore[method-assign]
+    _put_edge_before(app, parts, lambda: apply.settings.edge)
     return Service(
         app=app,
         queue=parts.queue,
@@ -159,6 +144,25 @@ def assemble(settings: Settings, rereading: Rereading | None = None) -> Service:
         inside=parts.inside,
         telemetry=parts.telemetry,
     )
+
+
+def _put_edge_before(app: FastAPI, parts: _Parts, config: Callable[[], EdgeConfig]) -> None:
+    """Nothing of the framework's own stands around a relayed request, only around the rest."""
+    inner = app.build_middleware_stack
+
+    def behind_the_edge() -> Edge:
+        return Edge(
+            inner(),
+            ways=parts.ways,
+            telemetry=parts.telemetry,
+            door=parts.door,
+            inside=parts.inside,
+            config=config,
+            log=parts.log,
+            tracer=parts.tracer,
+        )
+
+    app.build_middleware_stack = behind_the_edge  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
