@@ -12,6 +12,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from service.control import compile_all
+from service.control.kernels.compiled import Kernel
+
+# Whoever gives a kernel other types than it takes is told, however late.
+Kernel.checks = True
 
 settings.register_profile(
     "repeatable",

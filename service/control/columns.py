@@ -184,6 +184,10 @@ class Usage:
         shape = (workers, horizon.buckets)
         return Usage(batch=np.zeros(shape), kv=np.zeros(shape))
 
+    def copy(self) -> Usage:
+        """The same in arrays of its own."""
+        return Usage(batch=self.batch.copy(), kv=self.kv.copy())
+
 
 def sum_per_slot(index: IntArray, amount: FloatArray, size: int) -> FloatArray:
     """(size,) sum of amounts by index; float also when there are none (bincount's would be int)."""

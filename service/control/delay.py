@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from service.control.config import Kernel
+from service.control.kernels.fleet import weigh_waits
 from service.control.pricing import normalizer
 
 if TYPE_CHECKING:
@@ -51,17 +52,28 @@ class Waits:
     @staticmethod
     def of(view: View, config: ControlConfig, workers: IntArray) -> Waits | None:
         """Look at w workers; None where all of them are alike to everybody."""
-        fleet, waiting, weights = view.fleet, view.waiting, config.weights
-        known = fleet.prompt_s[fleet.prompt_s > 0]
-        if view.kernel is Kernel.DECODE_ONLY or workers.size == 1 or not known.size:
+        if view.kernel is Kernel.DECODE_ONLY or workers.size == 1:
             return None
+        fleet, waiting = view.fleet, view.waiting
+        own, others = iteration_weights(config.weights)
+        lines = np.empty((3, workers.size))
         # Little is learned of a worker before its first tokens come: without the others' pace it
         # would look fast, and take everything for as long as none comes.
-        prompt_s = np.maximum(fleet.prompt_s[workers], known.mean())
-        pace = prompt_s / (float(fleet.step_s.mean()) * normalizer(config))
-        lines = np.array([pace, *held_up_and_before(view, config, workers)])
+        known = weigh_waits(
+            fleet.prompt_s,
+            fleet.step_s,
+            _ahead_tokens(view),
+            fleet.outstanding,
+            workers,
+            own,
+            others,
+            normalizer(config),
+            lines,
+        )
+        if not known:
+            return None
         value = waiting.value * waiting.discount if waiting.shared else waiting.value
-        return Waits(lines, value, sum(iteration_weights(weights)))
+        return Waits(lines, value, own + others)
 
 
 def iteration_weights(weights: Weights) -> tuple[float, float]:
@@ -76,15 +88,17 @@ def held_up_and_before(
 
     Returns:
         (w,) what the time of one of its tokens counts: for itself and for all that decode there.
-        (w,) prompt tokens to compute before it, times what waiting for one counts. What caches are
-        believed to hold of them takes no time.
+        (w,) prompt tokens to compute before it, times what waiting for one counts.
     """
-    fleet, weights = view.fleet, config.weights
-    own, others = iteration_weights(weights)
-    ahead = fleet.ahead_tokens[workers]
-    if view.cached is not None:
-        ahead = np.maximum(ahead - view.cached.spared[workers], 0.0)
-    return own + others * fleet.outstanding[workers], own * ahead
+    own, others = iteration_weights(config.weights)
+    ahead = _ahead_tokens(view)[workers]
+    return own + others * view.fleet.outstanding[workers], own * ahead
+
+
+def _ahead_tokens(view: View) -> FloatArray:
+    """(g,) prompt tokens to compute first; what caches are believed to hold takes no time."""
+    ahead = view.fleet.ahead_tokens
+    return ahead if view.cached is None else np.maximum(ahead - view.cached.spared, 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from service.control.fleet_state import FleetState, OwnLoad
 from service.control.kernels.fleet import sum_over
 from service.control.kernels.tokens import book_tokens
 from service.control.lengths import LengthPredictor
-from service.control.occupancy import Frame, Occupancy
+from service.control.occupancy import Frame, Occupancy, PerWorker
 from service.control.started import NUMBERS, TIMES, Started
 from service.control.tables import Table
 from service.control.token_pace import PromptPace, TokenPace
@@ -283,12 +283,22 @@ class Ledger:
             frame: the look-ahead, and from when on it is looked at.
             workers: (w,) whose rows are wanted; None for all of them.
         """
-        wanted = np.arange(len(fleet)) if workers is None else workers
-        self._look(frame)
-        if self._occupancy.are_stale(wanted):
-            self._occupancy.make(wanted, self._started(fleet, now_s, frame))
+        wanted = self._made(fleet, now_s, frame, workers)
         foreign = fleet.array("foreign_active"), fleet.array("foreign_kv")
         return self._occupancy.plus(wanted, *foreign)
+
+    def free(
+        self,
+        fleet: FleetState,
+        now_s: float,
+        frame: Frame,
+        limits: PerWorker,
+        workers: IntArray | None = None,
+    ) -> Usage:
+        """(w, N) what is left of the (g,) limits beside what `occupancy` counts."""
+        wanted = self._made(fleet, now_s, frame, workers)
+        foreign = fleet.array("foreign_active"), fleet.array("foreign_kv")
+        return self._occupancy.free(wanted, foreign, limits)
 
     def frozen_occupancy(
         self, fleet: FleetState, now_s: float, frame: Frame
@@ -311,6 +321,16 @@ class Ledger:
             return kept.all_plus(*foreign)
 
         return occupancy
+
+    def _made(
+        self, fleet: FleetState, now_s: float, frame: Frame, workers: IntArray | None
+    ) -> IntArray:
+        """Make the rows of some workers that are out of date; returns which, where None is all."""
+        wanted = np.arange(len(fleet)) if workers is None else workers
+        self._look(frame)
+        if self._occupancy.are_stale(wanted):
+            self._occupancy.make(wanted, self._started(fleet, now_s, frame))
+        return wanted
 
     def _look(self, frame: Frame) -> None:
         """Look through a frame, and see which rows are out of date under it."""

@@ -7,16 +7,21 @@ worker, or when the look-ahead itself moved. The ledger says what happened; read
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from service.control.columns import BoolArray, FloatArray, Horizon, IntArray, Usage
 from service.control.config import Kernel
 from service.control.kernels.calendar import with_others
+from service.control.kernels.fleet import free_beside
 
 if TYPE_CHECKING:
     from service.control.started import Started
+
+
+PerWorker: TypeAlias = tuple[FloatArray, FloatArray]
+"""(g,) batch slots, and KV tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +44,7 @@ class Frame:
     def same_as(self, other: Frame) -> bool:
         """Whether rows made under one frame hold under the other."""
         return (
-            self.horizon == other.horizon
+            (self.horizon is other.horizon or self.horizon == other.horizon)
             and self.offset == other.offset
             and self.kernel is other.kernel
             and _same(self.block_tokens, other.block_tokens)
@@ -65,7 +70,7 @@ class Occupancy:
         other = Occupancy()
         other._see(frame)
         if 2 * np.count_nonzero(self._stale) < self._stale.size:
-            other._usage = Usage(batch=self._usage.batch.copy(), kv=self._usage.kv.copy())
+            other._usage = self._usage.copy()
             other._stale, other._late = self._stale.copy(), self._late.copy()
         return other
 
@@ -115,6 +120,14 @@ class Occupancy:
         held = self._usage.batch, self._usage.kv
         with_others(workers, *held, batch, kv, total.batch, total.kv)
         return total
+
+    def free(self, workers: IntArray, others: PerWorker, limits: PerWorker) -> Usage:
+        """(w, N) what fresh rows leave of limits where others hold the same on every bucket."""
+        shape = (workers.size, self._usage.batch.shape[1])
+        free = Usage(batch=np.empty(shape), kv=np.empty(shape))
+        held = self._usage.batch, self._usage.kv
+        free_beside(workers, *held, *others, *limits, free.batch, free.kv)
+        return free
 
     def _see(self, frame: Frame) -> None:
         """Look through a frame; nothing is known under it."""

@@ -16,10 +16,11 @@ class Residual:
         bucket_iterations: q.
     """
 
-    def __init__(self, capacity: Usage, used: Usage, horizon: Horizon) -> None:
+    def __init__(self, free: Usage, horizon: Horizon) -> None:
+        """Take what is free; its arrays are written to from now on."""
         self.bucket_iterations = float(horizon.bucket_iterations)
-        self.batch = capacity.batch - used.batch
-        self.kv = capacity.kv - used.kv
+        self.batch = free.batch
+        self.kv = free.kv
 
     def is_full(self) -> bool:
         """Whether no worker has a free batch slot now."""

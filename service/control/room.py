@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 def working_residual(view: View, workers: IntArray | None = None, offset: float = 0.0) -> Residual:
     """Capacity minus what started requests hold, on the look-ahead of some workers or of all."""
-    used = view.occupancy(view.horizon, offset, workers)
-    return Residual(view.capacity(workers), used, view.horizon)
+    return Residual(view.free(view.horizon, offset, workers), view.horizon)
 
 
 class Room:

@@ -68,6 +68,10 @@ class Sight:
         def occupancy(horizon: Horizon, offset: float, workers: IntArray | None) -> Usage:
             return self.ledger.occupancy(fleet, now_s, frame(horizon, offset), workers)
 
+        def free(horizon: Horizon, offset: float, workers: IntArray | None) -> Usage:
+            limits = fleet.batch_limit(now_s), fleet.array("kv_capacity_tokens")
+            return self.ledger.free(fleet, now_s, frame(horizon, offset), limits, workers)
+
         def frozen_occupancy(horizon: Horizon, offset: float) -> Callable[[], Usage]:
             return self.ledger.frozen_occupancy(fleet, now_s, frame(horizon, offset))
 
@@ -98,6 +102,7 @@ class Sight:
                 lead=lead,
             ),
             occupancy=occupancy,
+            free=free,
             frozen_occupancy=frozen_occupancy,
             kv_ceiling_tokens=kv_ceiling_tokens,
             left_steps=self.ledger.left_steps,

@@ -116,6 +116,7 @@ class View:
         occupancy: gives what started requests hold on a look-ahead whose left edge lies some
             iterations before now (with a lead: before now plus that): (w, N) for some workers,
             (g, N) for None; computed on demand.
+        free: the same, of what started requests leave free of B_g and M_g; new arrays.
         frozen_occupancy: makes the copies from which that of all workers, as it is now, can be
             worked out later in any thread, to be read alone.
         kv_ceiling_tokens: most KV that a worker's started requests will ever hold, others' load
@@ -135,6 +136,7 @@ class View:
     waiting: Waiting
     fleet: FleetView
     occupancy: Callable[[Horizon, float, IntArray | None], Usage]
+    free: Callable[[Horizon, float, IntArray | None], Usage]
     frozen_occupancy: Callable[[Horizon, float], Callable[[], Usage]]
     kv_ceiling_tokens: Callable[[int, float], float]
     left_steps: Callable[[BoolArray], float]
@@ -178,12 +180,10 @@ class View:
         age_s = self.now_s - self.waiting.arrival_s
         return age_s * self.waiting.discount if self.waiting.shared else age_s
 
-    def capacity(self, workers: IntArray | None = None) -> Usage:
-        """(w, 1) B_g and M_g, the same on every bucket, of some workers or of all."""
-        batch, kv = self.fleet.batch_limit, self.fleet.kv_capacity_tokens
-        if workers is not None:
-            batch, kv = batch[workers], kv[workers]
-        return Usage(batch=batch[:, None], kv=kv[:, None])
+    def capacity(self) -> Usage:
+        """(g, 1) B_g and M_g, the same on every bucket."""
+        fleet = self.fleet
+        return Usage(batch=fleet.batch_limit[:, None], kv=fleet.kv_capacity_tokens[:, None])
 
     def open_workers(self) -> IntArray:
         """(w,) startable workers: a free batch slot, an empty engine queue, wanted by someone.

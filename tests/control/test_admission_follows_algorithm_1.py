@@ -28,8 +28,7 @@ Pairs = list[tuple[int, int]]
 
 
 def residual_of(instance: StartInstance) -> Residual:
-    nothing = Usage.zeros(instance.workers, instance.horizon)
-    return Residual(instance.free, nothing, instance.horizon)
+    return Residual(instance.free.copy(), instance.horizon)
 
 
 def candidates_of(instance: StartInstance, floor: float = 0.0) -> Candidates:
@@ -308,8 +307,8 @@ def test_a_bucket_asks_for_more_room_than_its_slots_do_never_for_less__spec_7_1(
 
     def admitted(horizon: Horizon, tokens: float) -> Pairs:
         shape = (1, horizon.buckets)
-        free = Usage(batch=np.full(shape, 2.0), kv=np.full(shape, tokens))
-        residual = Residual(free, Usage.zeros(1, horizon), horizon)
+        free = Usage(batch=np.full(shape, 2.0), kv=np.full(shape, float(tokens)))
+        residual = Residual(free, horizon)
         return admit(Candidates(columns, np.ones((2, 1)), np.arange(2)), residual)
 
     assert admitted(Horizon(3, 1), 3) == [(0, 0), (1, 0)]

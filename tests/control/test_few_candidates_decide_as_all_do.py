@@ -86,8 +86,7 @@ def test_the_few_who_are_looked_at_start_as_in_a_pass_over_everybody() -> None:
         rng = np.random.default_rng(seed)
         workers = int(rng.integers(1, 5))
         asking, offer, free = crowd(rng, workers)
-        nothing = Usage.zeros(workers, HORIZON)
-        pruned, whole = (Residual(free, nothing, HORIZON) for _ in range(2))
+        pruned, whole = (Residual(free.copy(), HORIZON) for _ in range(2))
         started = admit_priced(asking, offer, pruned)
         assert started == whole_pass(asking, offer, whole, HORIZON)
         assert pruned.batch.tolist() == whole.batch.tolist()
@@ -109,7 +108,7 @@ def test_the_oldest_start_where_they_are_liked_most_until_one_fits_nowhere(liked
         reach, workers = rng.random((3, 9)) < 0.6, rng.permutation(9)[:4]
         liking = rng.integers(0, 4, (n, 4)) / 2.0 if liked else np.zeros((n, 4))
         toll = rng.integers(0, 2, (n, 4)) / 2.0 if liked else np.zeros((n, 4))
-        fast, slow = (Residual(free, Usage.zeros(4, HORIZON), HORIZON) for _ in range(2))
+        fast, slow = (Residual(free.copy(), HORIZON) for _ in range(2))
         moved, some = rows.copy(), n if liked else 0
         drawn = liking[:some].copy()
         started = start_oldest(
@@ -163,8 +162,7 @@ def in_turn(
 def test_a_fleet_is_full_when_nobody_has_a_whole_slot_now() -> None:
     for slots, full in [([0.0, 0.5], True), ([-1.0, 1.0], False), ([], True)]:
         free = Usage(batch=np.array(slots)[:, None] + [0.0, 9.0], kv=np.ones((len(slots), 2)))
-        nothing = Usage(batch=np.zeros((len(slots), 2)), kv=np.zeros((len(slots), 2)))
-        assert Residual(free, nothing, HORIZON).is_full() is full
+        assert Residual(free, HORIZON).is_full() is full
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -11,7 +11,7 @@ import pytest
 
 from service.control import kernels
 from service.control.kernels import KERNELS, compile_all
-from service.control.kernels.compiled import FLOAT, FLOATS, Kernel, kernel
+from service.control.kernels.compiled import CHECKED, FLOAT, FLOATS, Kernel, kernel
 
 
 @kernel(FLOAT(FLOATS))
@@ -37,6 +37,18 @@ def test_frozen_and_strided_arrays_are_taken() -> None:
 def test_other_types_are_refused_instead_of_compiled_for() -> None:
     with pytest.raises(TypeError, match="No matching definition"):
         summed(np.arange(3))
+
+
+def test_what_is_no_longer_looked_at_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernel, "checks", False)
+    counted = Kernel(summed.plain, FLOAT(FLOATS))
+    values = np.array([1.5, 2.0, -0.25])
+    assert {counted(values) for _ in range(CHECKED + 2)} == {3.25}
+    assert counted(values[::2]) == 1.25
+    with pytest.raises(TypeError):
+        counted(3.0)
+    with pytest.raises(TypeError):
+        counted(values.astype(np.float32))
 
 
 def test_every_kernel_is_compiled_with_the_others() -> None:

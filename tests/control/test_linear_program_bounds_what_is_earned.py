@@ -57,9 +57,8 @@ def test_any_prices_bound_the_lp_and_the_lp_bounds_what_we_earn__weak_duality(
     slack = TOLERANCE * (1 + optimum)
     for floor in (0.0, -np.inf):
         candidates = Candidates(instance.columns(), margin, instance.order, floor)
-        free = Usage.zeros(instance.workers, instance.horizon)
         for rule in (admit, lambda c, r: admit_balanced(c, r, np.ones(instance.workers))):
-            pairs = rule(candidates, Residual(instance.free, free, instance.horizon))
+            pairs = rule(candidates, Residual(instance.free.copy(), instance.horizon))
             assert sum(rewards[pair] for pair in pairs) <= optimum + slack
     assert optimum <= dual_bound(margin, instance.free, prices) + slack
 

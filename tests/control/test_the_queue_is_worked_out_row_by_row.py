@@ -15,7 +15,12 @@ from service.control.columns import (
 )
 from service.control.config import Kernel
 from service.control.kernels.arrivals import nth_most_work
-from service.control.kernels.fleet import prompt_steps, startable_workers
+from service.control.kernels.fleet import (
+    free_beside,
+    prompt_steps,
+    startable_workers,
+    weigh_waits,
+)
 from service.control.kernels.queue import settle, weigh
 from service.control.reward import StartTimes, start_reward
 from service.control.tiers import LOWEST_VALUE, tiers
@@ -124,6 +129,34 @@ def test_a_prompt_costs_the_busy_slots_of_a_mean_worker(workers: int) -> None:
     steps = np.minimum(1.0 + held, limit) * prompt_s / step_s
     # To the last bit: a decision may hang on it.
     assert prompt_steps(held, limit, prompt_s, step_s) == np.add.reduce(steps) / workers
+
+
+@pytest.mark.parametrize("workers", [1, 5, 8, 64, 131, 500])
+def test_waits_for_prompts_weigh_what_the_formula_says(workers: int) -> None:
+    rng = np.random.default_rng(workers)
+    prompt_s = np.where(rng.random(workers) < 0.7, rng.uniform(0.0, 0.01, workers), 0.0)
+    prompt_s[0] = 0.003
+    step_s, ahead = rng.uniform(0.001, 1.0, workers), rng.uniform(0.0, 900.0, workers)
+    held = rng.integers(0, 9, workers).astype(float)
+    asked = np.flatnonzero(rng.random(workers) < 0.5)
+    lines = np.empty((3, asked.size))
+    known = weigh_waits(prompt_s, step_s, ahead, held, asked, 1.5, 0.7, 4096.0, lines)
+    pace = np.maximum(prompt_s[asked], prompt_s[prompt_s > 0].mean()) / (step_s.mean() * 4096.0)
+    # To the last bit: a decision may hang on it.
+    assert known == np.count_nonzero(prompt_s)
+    assert lines.tolist() == np.array([pace, 1.5 + 0.7 * held[asked], 1.5 * ahead[asked]]).tolist()
+
+
+def test_what_is_free_is_what_neither_we_nor_others_hold() -> None:
+    rng = np.random.default_rng(2)
+    held, other = rng.integers(0, 90, (2, 6, 8)).astype(float), rng.integers(0, 9, (2, 6))
+    slots, tokens = rng.integers(50, 99, 6).astype(float), np.full(6, math.inf)
+    tokens[:4] = rng.uniform(50, 99, 4)
+    asked = np.array([4, 0, 3])
+    batch, kv = np.empty((2, 3, 8))
+    free_beside(asked, *held, *other.astype(float), slots, tokens, batch, kv)
+    assert batch.tolist() == (slots[:, None] - (held[0] + other[0][:, None]))[asked].tolist()
+    assert kv.tolist() == (tokens[:, None] - (held[1] + other[1][:, None]))[asked].tolist()
 
 
 def test_workers_with_a_slot_that_somebody_wants_and_no_queue_are_startable() -> None:

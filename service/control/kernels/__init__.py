@@ -13,7 +13,14 @@ from service.control.kernels.arrivals import (
 )
 from service.control.kernels.calendar import hold, left_tokens, with_others
 from service.control.kernels.descent import descend, price_tokens, reach_of_prices, scarce
-from service.control.kernels.fleet import prompt_steps, startable_workers, sum_over, work_and_pace
+from service.control.kernels.fleet import (
+    free_beside,
+    prompt_steps,
+    startable_workers,
+    sum_over,
+    weigh_waits,
+    work_and_pace,
+)
 from service.control.kernels.queue import extent, find_aged, settle, weigh
 from service.control.kernels.room import (
     admit_in_order,
@@ -51,9 +58,11 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     fitting,
     distinct_levels,
     free_sequences,
+    free_beside,
     prompt_steps,
     startable_workers,
     sum_over,
+    weigh_waits,
     work_and_pace,
     settle,
     extent,

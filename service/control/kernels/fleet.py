@@ -14,9 +14,13 @@ from service.control.kernels.compiled import (
     BOOLS,
     FLOAT,
     FLOATS,
+    FLOATS_2D,
+    FLOATS_2D_OUT,
     INT,
     INTS,
     INTS_OUT,
+    NOTHING,
+    dense,
     kernel,
     part,
 )
@@ -97,6 +101,88 @@ def prompt_steps(
         busy = min(1.0 + outstanding[g], batch_limit[g])
         steps[g] = busy * prompt_s[g] / step_s[g]
     return _sum(steps, steps.size) / steps.size
+
+
+@kernel(INT(FLOATS, FLOATS, FLOATS, FLOATS, INTS, FLOAT, FLOAT, FLOAT, FLOATS_2D_OUT))
+def weigh_waits(
+    prompt_s: FloatArray,
+    step_s: FloatArray,
+    ahead_tokens: FloatArray,
+    outstanding: FloatArray,
+    workers: IntArray,
+    own: float,
+    others: float,
+    normalizer: float,
+    lines: FloatArray,
+) -> int:
+    """Work out what requests lose on some workers while prompts are computed there (delay.py).
+
+    Args:
+        prompt_s: (g,) seconds of a prompt token; 0 where it is not known.
+        step_s: (g,) seconds of a decode iteration.
+        ahead_tokens: (g,) prompt tokens to be computed there before others.
+        outstanding: (g,) started sequences.
+        workers: (w,) the indices of those that are asked about.
+        own: what an iteration more until its first token counts for a request.
+        others: what one counts for each that decodes.
+        normalizer: all is divided by it.
+        lines: (3, w) is filled, where a prompt token's time is known of any worker: per_token,
+            held_up and before, one above the other.
+
+    Returns:
+        Of how many workers it is known.
+    """
+    tokens_s, count = np.empty(prompt_s.size), 0
+    for each in prompt_s:
+        if each > 0:
+            tokens_s[count] = each
+            count += 1
+    if count:
+        mean_s = _sum(tokens_s, count) / count
+        step = _sum(step_s, step_s.size) / step_s.size * normalizer
+        for place in range(workers.size):
+            g = workers[place]
+            lines[0, place] = max(prompt_s[g], mean_s) / step
+            lines[1, place] = own + others * outstanding[g]
+            lines[2, place] = own * ahead_tokens[g]
+    return count
+
+
+@kernel(
+    NOTHING(
+        *(INTS, dense(FLOATS_2D), dense(FLOATS_2D), FLOATS, FLOATS, FLOATS, FLOATS),
+        *(dense(FLOATS_2D_OUT), dense(FLOATS_2D_OUT)),
+    )
+)
+def free_beside(
+    workers: IntArray,
+    batch: FloatArray,
+    kv: FloatArray,
+    other_batch: FloatArray,
+    other_kv: FloatArray,
+    batch_limit: FloatArray,
+    kv_capacity: FloatArray,
+    batch_free: FloatArray,
+    kv_free: FloatArray,
+) -> None:
+    """Put what is free on w workers beside what is held there into (w, N).
+
+    Args:
+        workers: (w,) their indices.
+        batch: (g, N) slots held by our requests.
+        kv: (g, N) KV tokens held by them.
+        other_batch: (g,) slots held by others, on every bucket.
+        other_kv: (g,) KV tokens, likewise.
+        batch_limit: (g,) B_g.
+        kv_capacity: (g,) M_g; may be infinite.
+        batch_free: (w, N) is filled.
+        kv_free: (w, N) is filled.
+    """
+    for place in range(workers.size):
+        g = workers[place]
+        for b in range(batch.shape[1]):
+            batch_free[place, b] = batch_limit[g] - (batch[g, b] + other_batch[g])
+            kv_free[place, b] = kv_capacity[g] - (kv[g, b] + other_kv[g])
 
 
 @kernel(INT(FLOATS, FLOATS, FLOATS, BOOLS, BOOLS, INTS_OUT))
