@@ -17,7 +17,6 @@ from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.config import ControlConfig
 from service.control.first_come import FirstComeWait
 from service.control.kernels.queue import extent, find_aged
-from service.control.tiers import levels
 from service.control.view import View
 from service.control.wait_tally import WaitTally, within_s
 
@@ -29,16 +28,19 @@ LARGE_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Size:
-    """What the sequences of waiting requests take.
+class Ageing:
+    """What the rule asks of waiting requests.
 
     Attributes:
+        tier: (n,) of value. levels: the tiers that occur, highest first.
         steps: (n,) decode iterations.
         prompt_steps: slot-iterations in which a prompt token holds up everything else; with these
             the steps are the work.
         large: only requests with more work than this may be spared.
     """
 
+    tier: IntArray
+    levels: list[int]
     steps: FloatArray
     prompt_steps: float
     large: float
@@ -83,25 +85,20 @@ class AgeRule:
         self._came = 0
         self._within_s: dict[int, float] = {}
 
-    def aged(self, view: View, tier: IntArray, size: Size) -> BoolArray:
-        """(n,) which waiting requests have reached their bound at this tick.
-
-        Args:
-            view: the tick.
-            tier: (n,) of value.
-            size: of the requests.
-        """
+    def aged(self, view: View, asked: Ageing) -> BoolArray:
+        """(n,) which waiting requests have reached their bound at this tick."""
         config = self._config
         if config.age_bound_s == 0:
-            return np.zeros(tier.size, dtype=np.bool_)
+            return np.zeros(asked.tier.size, dtype=np.bool_)
         if config.age_factor == 0:
             return np.asarray(view.age_s() >= config.age_bound_s)
         self._turn(view)
-        first_come, found = FirstComeWait(view, size.steps, tier), levels(tier)
-        bounds_s = {level: self._bound_s(level, first_come.of(level)) for level in found[:-1]}
-        if found:
-            bounds_s[found[-1]] = self._bound_s(found[-1], first_come.of_all())
-        return self._late(view, tier, size, bounds_s)
+        levels = asked.levels
+        first_come = FirstComeWait(view, asked.steps, asked.tier)
+        bounds_s = [self._bound_s(level, first_come.of(level)) for level in levels[:-1]]
+        if levels:
+            bounds_s.append(self._bound_s(levels[-1], first_come.of_all()))
+        return self._late(view, asked, bounds_s)
 
     def _bound_s(self, level: int, wait_s: float) -> float:
         """The bound of a tier, where first come first served would make it wait so long now."""
@@ -140,26 +137,24 @@ class AgeRule:
         self._came = self._last_order - before
         self._new.arrivals += self._came
 
-    def _late(
-        self, view: View, tier: IntArray, size: Size, bounds_s: dict[int, float]
-    ) -> BoolArray:
+    def _late(self, view: View, asked: Ageing, bounds_s: list[float]) -> BoolArray:
         """(n,) who waited its tier's bound, or a longer one where it is spared, now as before."""
-        waiting, config, n = view.waiting, self._config, tier.size
+        waiting, config, n = view.waiting, self._config, asked.tier.size
         aged = np.empty(n, dtype=np.bool_)
         spared, asking = np.empty((2, n), dtype=np.int64)
-        kept, asked = find_aged(
+        kept, many = find_aged(
             waiting.order,
             waiting.arrival_s,
             waiting.discount,
             waiting.shared,
             view.now_s,
-            tier,
-            size.steps,
+            asked.tier,
+            asked.steps,
             waiting.prompt_tokens,
-            size.prompt_steps,
-            size.large,
-            np.array(list(bounds_s), dtype=np.int64),
-            np.array(list(bounds_s.values())),
+            asked.prompt_steps,
+            asked.large,
+            np.array(asked.levels, dtype=np.int64),
+            np.array(bounds_s, dtype=np.float64),
             config.age_stretch,
             config.age_bound_s,
             self._spared,
@@ -167,23 +162,23 @@ class AgeRule:
             spared,
             asking,
         )
-        chosen = self._chosen(view, size, asking[:asked]) if asked else asking[:0]
+        chosen = self._chosen(view, asked, asking[:many]) if many else asking[:0]
         if chosen.size:
-            own_s = np.array([bounds_s[level] for level in tier[chosen].tolist()])
+            own_s = np.array([bounds_s[asked.levels.index(t)] for t in asked.tier[chosen].tolist()])
             own_s = np.minimum(own_s * config.age_stretch, config.age_bound_s)
             aged[chosen] = view.age_s()[chosen] >= own_s
         if chosen.size or kept < self._spared.size:
             self._spared = np.sort(waiting.order[np.append(spared[:kept], chosen)])
         return aged
 
-    def _chosen(self, view: View, size: Size, asking: IntArray) -> IntArray:
+    def _chosen(self, view: View, asked: Ageing, asking: IntArray) -> IntArray:
         """Rows of those who ask and may wait longer: the ones with the most work."""
         share = 1.0 - self._config.age_share
         allowed = share * (self._old.arrivals + self._new.arrivals)
         left = int(allowed - self._old.spared - self._new.spared)
         if left <= 0:
             return asking[:0]
-        work = size.steps[asking] + size.prompt_steps * view.waiting.prompt_tokens[asking]
+        work = asked.steps[asking] + asked.prompt_steps * view.waiting.prompt_tokens[asking]
         chosen = asking[np.argsort(-work, kind="stable")[:left]]
         self._new.spared += chosen.size
         return chosen

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from service.control.columns import BoolArray, Columns, FloatArray, IntArray
-from service.control.kernels.admission import admit_by_best_margin
+from service.control.kernels.admission import ALIKE, admit_by_best_margin
 from service.control.kernels.room import admit_in_order
 from service.control.residual import Residual
 
 if TYPE_CHECKING:
     from service.control.delay import Waits
 
-ALIKE = 0.02
-"""Workers whose margins are within this share of the best are equally good."""
 NO_LIMIT = 2**31
 
 
@@ -174,7 +172,8 @@ def admit_priced(asking: Asking, offer: Offer, residual: Residual) -> list[tuple
     prompts are being computed.
     """
     columns, waits = asking.columns, offer.waits
-    started = admit_by_best_margin(
+    started = np.empty((asking.asks.size, 3), dtype=np.int64)
+    count = admit_by_best_margin(
         asking.asks,
         asking.rewards,
         asking.least_cost,
@@ -199,9 +198,9 @@ def admit_priced(asking: Asking, offer: Offer, residual: Residual) -> list[tuple
         residual.bucket_iterations,
         asking.most,
         asking.floor,
-        ALIKE,
+        started,
     )
-    return [(row, worker, other) for row, worker, other in started.tolist()]
+    return [(row, worker, other) for row, worker, other in started[:count].tolist()]
 
 
 def levelled(margin: FloatArray) -> FloatArray:

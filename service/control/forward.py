@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from service.control.aged import AgedStarts
-from service.control.aging import LARGE_SHARE, AgeRule, Size
+from service.control.aging import LARGE_SHARE, Ageing, AgeRule
 from service.control.assign import NO_LIMIT, Asking, Offer, admit_priced, levelled, preferred
 from service.control.columns import (
     BoolArray,
@@ -85,7 +85,9 @@ class ForwardLp:
         rewards = self._weigh(view, settled, prompt_steps)
         tier = tiers(waiting.value * waiting.discount) if waiting.shared else worth
         large = self._seen.largest(LARGE_SHARE, prompt_steps)
-        aged = self._ageing.aged(view, tier, Size(settled.steps, prompt_steps, large))
+        highest_first = levels(tier)
+        asked = Ageing(tier, highest_first, settled.steps, prompt_steps, large)
+        aged = self._ageing.aged(view, asked)
         workers = view.open_workers()
         if not workers.size:
             return []
@@ -96,8 +98,10 @@ class ForwardLp:
         room.sway = sway(view, self._config, workers, self._normalizer)
         if self._aged.promised:
             self._aged.forget_all_but(waiting.order[aged])
-        group = tier * TIERS_MAX + worth if waiting.shared else worth
-        highest_first = levels(group)
+        group = worth
+        if waiting.shared:
+            group = tier * TIERS_MAX + worth
+            highest_first = levels(group)
         one_tier = len(highest_first) == 1
         pairs = self._start_overdue(view, columns, room, None if one_tier else tier)
         gone = {row for row, _ in pairs}

@@ -121,7 +121,8 @@ def checked(pairs: list[Pair], view: View) -> list[Pair]:
     rows = [row for row, _ in pairs]
     if len(set(rows)) != len(rows):
         raise ValueError("a policy started one request twice")
+    waiting, workers = len(view.waiting), len(view.fleet)
     for row, worker in pairs:
-        if not (0 <= row < len(view.waiting) and 0 <= worker < len(view.fleet)):
+        if not (0 <= row < waiting and 0 <= worker < workers):
             raise ValueError(f"a policy started request {row} on worker {worker}: no such pair")
     return pairs

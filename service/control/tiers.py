@@ -89,6 +89,9 @@ class SeenArrivals:
         self._worker_ids: tuple[str, ...] = ()
         self._pools: dict[bytes, int] = {}
         self._members: list[BoolArray] = []
+        # Pools of the kinds of requests, as long as the same `reach` is shown.
+        self._reach: BoolArray | None = None
+        self._of_kind: dict[int, int] = {}
 
     def extend(self, view: View, rows: IntArray, worth: IntArray) -> None:
         """Record some waiting requests as arrivals, with the workers each may go to.
@@ -100,12 +103,16 @@ class SeenArrivals:
         """
         if view.fleet.worker_ids != self._worker_ids:
             self._worker_ids = view.fleet.worker_ids
+            self._reach = None
             self._pools, self._members = {}, [np.ones(len(view.fleet), dtype=np.bool_)]
             self._pool[:] = EVERYWHERE
+        if view.waiting.reach is not self._reach:
+            self._reach, self._of_kind = view.waiting.reach, {}
         rows = rows[-self._tier.size :]
-        waiting = view.waiting
+        waiting, pools = view.waiting, self._of_kind
         kinds = waiting.kind[rows].tolist()
-        pools = {number: self._pool_of(waiting.reach[number]) for number in sorted(set(kinds))}
+        for number in sorted(set(kinds) - pools.keys()):
+            pools[number] = self._pool_of(waiting.reach[number])
         self._next = note_arrivals(
             rows,
             np.array([pools[number] for number in kinds], dtype=np.int64),

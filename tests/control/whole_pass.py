@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.control.assign import ALIKE, Asking, Offer
+from service.control.assign import Asking, Offer
 from service.control.columns import Columns, Horizon
+from service.control.kernels.admission import ALIKE
 from service.control.residual import Residual
 from service.control.spans import PrefixPrices, Spans
 

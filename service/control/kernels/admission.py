@@ -7,9 +7,9 @@ free is (w, N) batch slots and (w, N) KV tokens of w workers. Columns start in t
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
-from numba import types
 
 from service.control.columns import BoolArray, FloatArray, IntArray
 from service.control.kernels.compiled import (
@@ -22,6 +22,7 @@ from service.control.kernels.compiled import (
     FLOATS_3D,
     INT,
     INTS,
+    INTS_2D_OUT,
     Column,
     kernel,
     part,
@@ -29,16 +30,17 @@ from service.control.kernels.compiled import (
 
 ROUNDING = 1e-9
 """More than sums of normalised prices are off."""
-STARTED = types.Array(INT, 2, "C")
+ALIKE: Final = 0.02
+"""Workers whose margins are within this share of a request's best are equally good."""
 
 
 @kernel(
-    STARTED(
+    INT(
         *(BOOLS, FLOATS, FLOATS),
         *(FLOATS, FLOATS, FLOATS, FLOATS, INTS, INTS),
         *(FLOATS, FLOATS, FLOATS_2D, FLOAT),
         *(BOOLS_2D, FLOATS_3D, INTS, FLOATS, FLOATS_2D, FLOATS_2D),
-        *(FLOATS_2D_OUT, FLOATS_2D_OUT, FLOAT, INT, FLOAT, FLOAT),
+        *(FLOATS_2D_OUT, FLOATS_2D_OUT, FLOAT, INT, FLOAT, INTS_2D_OUT),
     )
 )
 def admit_by_best_margin(
@@ -66,8 +68,8 @@ def admit_by_best_margin(
     q: float,
     most: int,
     floor: float,
-    alike: float,
-) -> IntArray:
+    started: IntArray,
+) -> int:
     """Start requests by decreasing best margin, each on its best worker that has room.
 
     A request stands in a queue by a bound on its margin until it comes first. Then its margin is
@@ -98,11 +100,11 @@ def admit_by_best_margin(
         q: iterations per bucket.
         most: how many may start.
         floor: only margins above it start.
-        alike: margins within this share of a request's best count as its best.
+        started: (n, 3) is filled, from the front, with the starts in order: request, worker, and
+            the worker it would have had by margins without `extra` if only batch slots counted.
 
     Returns:
-        (k, 3) the starts in order: request, worker, and the worker it would have had by margins
-        without `extra` if only batch slots counted.
+        How many started.
     """
     count, places = 0, workers.size
     longest = q
@@ -117,12 +119,12 @@ def admit_by_best_margin(
     left, known = queue.size, np.zeros(asks.size, dtype=np.bool_)
     plain, margin, delay, draws = np.empty((4, places))
     slots = np.maximum(batch[:, 0], 0.0).sum()
-    started = np.empty((int(min(slots, most, left)), 3), dtype=np.int64)
-    while left and count < started.shape[0]:
+    most = int(min(slots, most, left))
+    while left and count < most:
         row = queue[0]
         column, may = (start[row], steps[row], footprint[row], sequences[row]), reach[kind[row]]
         need = _asked(column, batch.shape[1], q)
-        _price(plain, may, reward[row], column, sums, q, batch.shape[1], alike)
+        _price(plain, may, reward[row], column, sums, q, batch.shape[1])
         _delay(delay, draws, may, waits, value[row], prompt[row], waits_toll)
         _draw(margin, draws, plain, delay, extra, toll, row, waits)
         best = _keep_fitting(margin, floor, need, low, before, starts_on, q)
@@ -149,7 +151,7 @@ def admit_by_best_margin(
             left -= 1
             queue[0] = queue[left]
         _sink(queue, left, 0, score, order)
-    return started[:count]
+    return count
 
 
 @part
@@ -220,7 +222,6 @@ def _price(
     sums: FloatArray,
     q: float,
     buckets: int,
-    alike: float,
 ) -> None:
     """Reward less cost on each worker; -inf where the request may not go; levelled."""
     _, steps, footprint, sequences = column
@@ -237,7 +238,7 @@ def _price(
             plain[g] = reward - cost * sequences
             best = max(best, plain[g])
     for g in range(plain.size):
-        if plain[g] >= best - alike * abs(best):
+        if plain[g] >= best - ALIKE * abs(best):
             plain[g] = best
 
 
