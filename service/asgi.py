@@ -66,6 +66,7 @@ class AsgiReply:
     Attributes:
         status: as sent, 0 before.
         complete: whether the last byte was handed over.
+        sent_bytes: of the body so far.
         placement: once known, named in the headers.
         overhead_s: bidgate's own time before the worker, once known.
         anthropic: whether errors go to Anthropic's clients.
@@ -75,6 +76,7 @@ class AsgiReply:
     def __init__(self, send: Send, request_id: bytes, *, tells: bool) -> None:
         self.status = 0
         self.complete = False
+        self.sent_bytes = 0
         self.placement: Place | None = None
         self.overhead_s: float | None = None
         self.anthropic = False
@@ -125,6 +127,7 @@ class AsgiReply:
             self._wrapped += chunk[: WRAPPED_BYTES_MAX - len(self._wrapped)]
             return
         self._last = chunk
+        self.sent_bytes += len(chunk)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from service.asgi import Place
 from service.errors import BidgateError, ClientGoneError, RefusedError
 from service.exchange import Exchange
+from service.headers import FORM, media_type
+from service.prompts import BYTES_PER_TOKEN
 from service.surface import Way
 
 BAD_STATUS: Final = 400
@@ -56,8 +59,9 @@ def tokens_spent(exchange: Exchange) -> int:
     """Tokens that a request cost its tenant; one that never started cost nothing.
 
     Prompts cost what the answer says, else the estimate; outputs what was counted or told, and of
-    an answer that told nothing what was set aside for it. To ask again for a stored response costs
-    no prompt.
+    an answer that told nothing what was set aside for it. What skips the queue has neither
+    estimate nor column: an answer that tells nothing costs what was relayed. To ask again for a
+    stored response costs no prompt.
     """
     record, reply = exchange.record, exchange.reply
     placement = reply.placement
@@ -67,5 +71,19 @@ def tokens_spent(exchange: Exchange) -> int:
     prompt_tokens = record.prompt_tokens if told is None else told
     decode_tokens = record.decode_tokens
     if decode_tokens is None and 0 < reply.status < BAD_STATUS:
-        decode_tokens = placement.column_tokens
+        silent = record.light and prompt_tokens is None
+        decode_tokens = _relayed_tokens(exchange) if silent else placement.column_tokens
     return (prompt_tokens or 0) + (decode_tokens or 0)
+
+
+def _relayed_tokens(exchange: Exchange) -> int:
+    """Tokens of what was relayed, by its length: of the JSON that came, or what a form gave.
+
+    A form's own length says nothing about its tokens, nor does that of vectors. A stream's events
+    were counted.
+    """
+    if not exchange.route.runs_a_model:
+        return 0
+    if media_type(exchange.headers) == FORM:
+        return math.ceil(exchange.reply.sent_bytes / BYTES_PER_TOKEN)
+    return math.ceil(exchange.body_bytes / BYTES_PER_TOKEN)

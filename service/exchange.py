@@ -31,6 +31,7 @@ class Exchange:
         arrival_s: when it was here as a whole, on the loop's clock; before, when it began.
         trace: told how far it is.
         tenant: whom its API key stands for; "" when it does not say.
+        body_bytes: of a JSON body that skips the queue; 0 of any other.
         metered: whether its key has a rate of tokens, which must be read from the answer.
     """
 
@@ -44,6 +45,7 @@ class Exchange:
     trace: Trace
     tenant: str = ""
     metered: bool = False
+    body_bytes: int = 0
 
     def hints(self) -> HeaderFacts:
         """What the headers say; whom a key stands for is not for its holder to say.

@@ -13,6 +13,7 @@ LENGTH_DIGITS_MAX: Final = 18
 LENGTH_MAX: Final = 10**LENGTH_DIGITS_MAX
 
 EVENT_STREAM: Final = b"text/event-stream"
+FORM: Final = b"multipart/form-data"
 """Media type of streams of server-sent events."""
 DATA_PARALLEL_RANK: Final = b"x-data-parallel-rank"
 """Pins a request to one data-parallel rank of a vLLM server."""

@@ -14,7 +14,7 @@ from service.call import Call
 from service.errors import UnknownResponseError
 from service.exchange import Exchange
 from service.forwarder import Forwarder
-from service.headers import announced_bytes, first, media_type, to_worker
+from service.headers import FORM, announced_bytes, first, media_type, to_worker
 from service.intake import read_light_body
 from service.light import LightPath, Wanted
 from service.owners import Owners
@@ -22,7 +22,6 @@ from service.queued_route import MODEL_LABEL_CHARS_MAX, ReadingConfig
 from service.surface import Way
 from service.uploads import ModelField, Upload, flowing, read_whole
 
-FORM: Final = b"multipart/form-data"
 JSON: Final = b"application/json"
 
 
@@ -76,6 +75,7 @@ class LightRoute:
 
     async def _relay_json(self, call: Call, exchange: Exchange, pin: str) -> None:
         body = await read_whole(exchange.headers, exchange.receive_held, self.config.bounds)
+        exchange.body_bytes = len(body)
         exchange.arrived(asyncio.get_running_loop().time())
         async with while_client_stays(exchange.receive, exchange.reply):
             rules = self.config.rules

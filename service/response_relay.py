@@ -14,7 +14,7 @@ from service.errors import BidgateError, ClientGoneError, WorkerBrokeError, Work
 from service.forward_config import ForwardConfig
 from service.headers import EVENT_STREAM, first, is_compressed, media_type, to_client
 from service.interrupt import Watchdog
-from service.sse import Meter, UsageReader, meter_of
+from service.sse import Meter, OpaqueMeter, UsageReader, meter_of
 from service.surface import Api
 from service.worker_link import BROKEN
 
@@ -88,7 +88,7 @@ class ResponseRelay:
     async def _pass_events(self, response: httpx.Response, meter: Meter) -> None:
         placement, reply, config = self.placement, self._reply, self._config
         expect = self.watchdog.expect
-        usage = UsageReader() if self._api is Api.OTHER else None
+        usage = UsageReader() if isinstance(meter, OpaqueMeter) else None
         assert isinstance(response.stream, httpx.AsyncByteStream)
         async for chunk in response.stream:
             expect(_unread, config.client_stall_timeout_s)
@@ -102,8 +102,10 @@ class ResponseRelay:
                 usage.feed(chunk)
             await reply.write(chunk)
             expect(self._late, config.stall_timeout_s)
-        if usage is not None:
+        if isinstance(meter, OpaqueMeter) and usage is not None:
             self._note(usage)
+            if usage.decode_tokens is None:
+                placement.decode_tokens = meter.events
         if meter.failed:
             placement.outcome = Outcome.FAILED
             self.worker_broke = is_broken(meter.error_code)

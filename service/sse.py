@@ -221,7 +221,11 @@ class NamedEventMeter(_EventMeter):
 
 
 class OpaqueMeter:
-    """Of a stream in an unknown format: it is complete when its connection says so."""
+    """Of a stream in an unknown format: it is complete when its connection says so.
+
+    Attributes:
+        events: whole ones so far; how many tokens they are is not known.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -229,6 +233,7 @@ class OpaqueMeter:
         self.done = True
         self.failed = False
         self.error_code = 0
+        self.events = 0
         self._tail = b"\n\n"
 
     @property
@@ -237,8 +242,10 @@ class OpaqueMeter:
         return self._tail != b"\n\n"
 
     def feed(self, chunk: bytes) -> None:
-        """Remember only how it ends."""
-        self._tail = (self._tail + chunk).replace(b"\r\n", b"\n")[-2:]
+        """Count the ends of events; remember only how it ends."""
+        data = (self._tail + chunk).replace(b"\r\n", b"\n")
+        self.events += data.count(b"\n\n") - (self._tail == b"\n\n")
+        self._tail = data[-2:]
 
     def error_event(self, body: bytes) -> bytes:
         """An event with an error object."""

@@ -80,6 +80,13 @@ LIGHT: Final = frozenset(
 )
 """Routes that hold no decode slot for long; also every unknown path below /v1/."""
 
+TOKENIZERS: Final = frozenset(
+    {"/tokenize", "/detokenize", "/tokenizer_info", "/v1/messages/count_tokens"}
+)
+"""Light routes that run no model."""
+RENDERERS: Final = ("/render", "/derender")
+"""Ends of other paths that run none."""
+
 OPERATORS: Final = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that change one engine: through a router they would change whichever came first."""
 
@@ -115,6 +122,13 @@ class Route:
     path: str
     api: Api = Api.OTHER
     response_id: str = ""
+
+    @property
+    def runs_a_model(self) -> bool:
+        """Whether a worker computes something with a model for it, as far as is known."""
+        if self.way is Way.LIGHT:
+            return self.path not in TOKENIZERS and not self.path.endswith(RENDERERS)
+        return self.way is Way.QUEUED
 
 
 def find_route(path: str) -> Route:

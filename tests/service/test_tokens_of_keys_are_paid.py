@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 
 import httpx
@@ -85,7 +86,6 @@ PAID = [
     ("/v1/things", {"usage": {**USAGE, "completion_tokens": 50}}, 950),
     ("/tokenize", {"count": 900, "max_model_len": 4096, "tokens": [1] * 900}, 0),
     ("/v1/messages/count_tokens", {"input_tokens": 900}, 0),
-    ("/v1/things", {"data": [json.dumps({"prompt_tokens": 900})]}, 0),
 ]
 
 
@@ -100,6 +100,64 @@ def test_what_does_not_generate_costs_what_its_answer_tells(
         assert line.get("prompt_tokens", 0) + line.get("decode_tokens", 0) == tokens
 
     run_stage((a_key("one", tenant="t"),), scenario, lambda: httpx.Response(200, json=told))
+
+
+SAYS_NOTHING = [
+    ("/v1/embeddings", {"data": LONG}),
+    ("/v1/things", {"data": [json.dumps({"prompt_tokens": 900})]}),
+]
+
+
+@pytest.mark.parametrize(("path", "told"), SAYS_NOTHING)
+def test_an_answer_that_tells_nothing_costs_what_was_asked(
+    path: str, told: dict[str, object]
+) -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        body = json.dumps({"model": "m", "input": "x" * 400}).encode()
+        assert await _spent(stage, body, path) == math.ceil(len(body) / 4)
+
+    run_stage((a_key("one", tenant="t"),), scenario, lambda: httpx.Response(200, json=told))
+
+
+def test_what_runs_no_model_and_what_fails_costs_nothing() -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        for path in ("/tokenize", "/v1/chat/completions/render", "/v1/messages/count_tokens"):
+            assert await _spent(stage, {"model": "m", "input": "x" * 400}, path) == 0
+
+    run_stage((a_key("one", tenant="t"),), scenario, lambda: httpx.Response(200, json={}))
+
+    async def failing(stage: Stage, worker: HandlerTransport) -> None:
+        await stage.post({"input": "x"}, path="/v1/embeddings", headers=bearer("one"))
+        assert stage.door.counts.tokens["t"] == 0
+
+    run_stage((a_key("one", tenant="t"),), failing, lambda: httpx.Response(400, json={}))
+
+
+FORM_BODY = (
+    b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n'
+    b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    + b"\0" * 50_000
+    + b"\r\n--b--\r\n"
+)
+
+
+def test_a_form_costs_the_text_that_it_gave_not_its_own_length() -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        headers = bearer("one") | {"content-type": "multipart/form-data; boundary=b"}
+        path = "/v1/audio/transcriptions"
+        assert (await stage.send("POST", path, FORM_BODY, headers=headers)).status == 200
+        assert stage.door.counts.tokens["t"] == 25
+
+    run_stage((a_key("one", tenant="t"),), scenario, lambda: httpx.Response(200, text="x" * 100))
+
+
+def test_a_stream_that_does_not_wait_and_tells_nothing_costs_its_events() -> None:
+    async def scenario(stage: Stage, worker: HandlerTransport) -> None:
+        assert await _spent(stage, {"model": "m"}, "/v1/audio/transcriptions") == 3
+
+    whole = event("x") + event("y")
+    parts = (0.0, whole[:9]), (0.0, whole[9:-1]), (0.0, whole[-1:]), (0.0, DONE)
+    run_stage((a_key("one", tenant="t"),), scenario, lambda: stream(*parts))
 
 
 def test_a_stream_that_does_not_wait_costs_what_it_tells_at_its_end() -> None:
