@@ -30,14 +30,14 @@ class Acceptor:
     Args:
         listener: a bound socket, closed with this.
         make_protocol: for each connection.
-        tls: of the listener; None for plain connections.
+        tls: of the listener, asked for each connection; None for plain ones.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
-        tls: ssl.SSLContext | None,
+        tls: Callable[[], ssl.SSLContext | None],
     ) -> None:
         self._listener = listener
         self._make_protocol = make_protocol
@@ -94,9 +94,10 @@ class Acceptor:
         peer.setblocking(False)
         # asyncio's own loop does not for a socket that came from accept(); tokens must not wait.
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        timeout_s = None if self._tls is None else HANDSHAKE_S
+        tls = self._tls()
+        timeout_s = None if tls is None else HANDSHAKE_S
         await self._loop.connect_accepted_socket(
-            self._make_protocol, peer, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            self._make_protocol, peer, ssl=tls, ssl_handshake_timeout=timeout_s
         )
 
     def _arrived(self, task: asyncio.Task[None]) -> None:
@@ -113,6 +114,10 @@ class Acceptor:
 class AcceptingServer(uvicorn.Server):
     """uvicorn, accepting that way on the sockets that are given to it."""
 
+    def tls(self) -> ssl.SSLContext | None:
+        """TLS for the next connection; None for a plain one."""
+        return self.config.ssl
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept."""
         await super().startup(sockets=None if sockets is None else [])
@@ -125,5 +130,5 @@ class AcceptingServer(uvicorn.Server):
             )
 
         for listener in sockets or []:
-            acceptor = Acceptor(listener, protocol, config.ssl)
+            acceptor = Acceptor(listener, protocol, self.tls)
             self.servers.append(acceptor)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ Read edge.py next, then central_queue.py and forwarder.py: the life of a request
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -47,7 +46,7 @@ from service.settings import MockConfig, Settings
 from service.settings_text import SettingsError
 from service.state_series import Sources
 from service.telemetry import Telemetry
-from service.tls import WorkerTls
+from service.tls import ListenerTls, WorkerTls
 from service.trace import NoTracer, Tracer
 from service.tracing_config import TracingConfig
 from service.ways import Doors, Ways, make_ways
@@ -83,12 +82,12 @@ class Rereading:
     Attributes:
         loaded: what is in use, with its files.
         load: reads everything again.
-        tls: the listener's context, whose certificate is loaded again too.
+        tls: of the listener, made anew each time.
     """
 
     loaded: Loaded
     load: Callable[[], Loaded]
-    tls: ssl.SSLContext | None = None
+    tls: ListenerTls | None = None
 
 
 def build(settings: Settings) -> FastAPI:
@@ -272,7 +271,7 @@ class _Applier:
 
     settings: Settings
 
-    def __init__(self, parts: _Parts, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, parts: _Parts, tls: ListenerTls | None) -> None:
         self._parts = parts
         self._tls = tls
 
@@ -281,9 +280,9 @@ class _Applier:
         parts = self._parts
         try:
             static, keys = settings.worker_configs(), settings.client_keys()
-            certificate = settings.server.certificate()
-            if certificate is not None and self._tls is not None:
-                certificate.load(self._tls)
+            tls = settings.server.tls_context()
+            if tls is not None and self._tls is not None:
+                self._tls.context = tls
             parts.worker_tls.renew(settings.fleet)
         except SettingsError as error:
             # They were good a moment ago, when they were checked.

@@ -85,6 +85,7 @@ def serve(*, settings: Annotated[Settings | None, Parameter(name="*")] = None) -
     from service.app import Rereading, assemble
     from service.reload import Loaded
     from service.server import DrainingServer
+    from service.tls import ListenerTls
 
     def reread() -> Loaded:
         with noting_files() as files:
@@ -93,14 +94,16 @@ def serve(*, settings: Annotated[Settings | None, Parameter(name="*")] = None) -
         return Loaded(settings=again, files=frozenset(files))
 
     # Once more, so that it is known which files there are to look at.
-    rereading = Rereading(loaded=reread(), load=reread, tls=settings.server.tls_context())
+    context = settings.server.tls_context()
+    tls = None if context is None else ListenerTls(context)
+    rereading = Rereading(loaded=reread(), load=reread, tls=tls)
     service = assemble(settings, rereading)
     with listen(settings.server.host, settings.server.port) as listener:
         host, port = listener.getsockname()[:2]
         allow_open_files(settings.open_files_needed(), log)
-        scheme = "http" if rereading.tls is None else "https"
+        scheme = "http" if tls is None else "https"
         log.info("listening", url=f"{scheme}://{host}:{port}", policy=settings.control.policy.value)
-        server = DrainingServer(service, settings.server, log, rereading.tls)
+        server = DrainingServer(service, settings.server, log, tls)
         server.run(sockets=[listener])
 
 

@@ -20,6 +20,7 @@ from service.app import Service
 from service.bounded_http import HeadBounds, bounded_http
 from service.listener import BACKLOG
 from service.settings import ServerConfig
+from service.tls import ListenerTls
 
 LAST_BYTES_S: Final = 2
 """After the drain, how long clients may take to read what was sent to them."""
@@ -33,7 +34,7 @@ class DrainingServer(AcceptingServer):
         service: Service,
         config: ServerConfig,
         log: FilteringBoundLogger,
-        tls: ssl.SSLContext | None = None,
+        tls: ListenerTls | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -52,16 +53,21 @@ class DrainingServer(AcceptingServer):
                 backlog=BACKLOG,
                 timeout_keep_alive=config.client_keepalive_s,
                 timeout_graceful_shutdown=LAST_BYTES_S,
-                ssl_context_factory=None if tls is None else lambda *_: tls,
+                ssl_context_factory=None if tls is None else lambda *_: tls.context,
             )
         )
         self._service = service
+        self._tls = tls
         self._drain_s = config.drain_s
         self._log = log
         self._drain_until_s: float | None = None
         self._signalled = False
         self._hurried = False
         self._leave_at_s: float | None = None
+
+    def tls(self) -> ssl.SSLContext | None:
+        """TLS for the next connection; None for a plain one."""
+        return None if self._tls is None else self._tls.context
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, stop at the second; the exit status stays 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
@@ -26,7 +27,7 @@ MINIMUM = {
 
 
 class Certificate:
-    """A certificate of bidgate's own; may be loaded again while it is in use.
+    """A certificate of bidgate's own.
 
     Args:
         cert_file: PEM, the certificate and those between it and the root.
@@ -48,7 +49,7 @@ class Certificate:
         self._password = password
 
     def load(self, context: ssl.SSLContext) -> None:
-        """Load it; connections that are open keep the one they began with.
+        """Load it.
 
         Raises:
             SettingsError: the files are no certificate and its key.
@@ -112,6 +113,17 @@ def worker_context(fleet: FleetConfig) -> ssl.SSLContext | None:
             "fleet.worker_client_cert_file",
         ).load(context)
     return context
+
+
+@dataclass
+class ListenerTls:
+    """TLS of the listener, for connections that are accepted from now on.
+
+    Attributes:
+        context: a new one when settings or files were read again, as none forgets an authority.
+    """
+
+    context: ssl.SSLContext
 
 
 class WorkerTls:

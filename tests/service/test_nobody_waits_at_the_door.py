@@ -81,7 +81,7 @@ def test_answers_are_not_held_back_for_fuller_packets(
 
     async def play() -> None:
         with listen("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
-            acceptor = Acceptor(listener, Look, None)
+            acceptor = Acceptor(listener, Look, lambda: None)
             stack.enter_context(socket.create_connection(listener.getsockname()))
             await until(lambda: bool(seen), within_s=20.0)
             acceptor.close()
@@ -103,7 +103,7 @@ async def test_who_comes_while_no_file_can_be_opened_is_let_in_when_one_can() ->
     with listen("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
         with no_more_files(lambda: socket.create_connection(listener.getsockname())) as client:
             stack.enter_context(client)
-            acceptor = Acceptor(listener, Look, None)
+            acceptor = Acceptor(listener, Look, lambda: None)
             await asyncio.sleep(0.05)
             assert not came
         await until(lambda: len(came) == 1, within_s=20.0)

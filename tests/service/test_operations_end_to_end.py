@@ -266,3 +266,28 @@ async def _the_operator_has_the_last_word(router: Router, second: str) -> None:
         assert answer.json()["error"]["message"]
     assert (await router.ask("DELETE", f"{workers}/nobody", "admin")).status_code == 404
     assert (await router.ask("POST", f"{workers}/nobody/drain", "admin")).status_code == 404
+
+
+async def test_authorities_of_clients_follow_their_file(
+    tmp_path: Path, context: ssl.SSLContext
+) -> None:
+    old, new = trustme.CA(), trustme.CA()
+    old.cert_pem.write_to_path(tmp_path / "ca.pem")
+    old.issue_cert("client").configure_cert(context)
+    settings = settings_of(tmp_path)
+    settings["server"]["tls_client_ca_file"] = str(tmp_path / "ca.pem")
+    config = tmp_path / "bidgate.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    async with routing(config, context) as router:
+        assert (await router.ask("GET", "/health")).status_code == 200
+        new.cert_pem.write_to_path(tmp_path / "ca.pem")
+        await router.event("settings_applied")
+        # The connection that is open goes on; another one is refused, until the client is known.
+        assert (await router.ask("GET", "/health")).status_code == 200
+        url = router.client.base_url
+        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError, httpx.ConnectError)):
+            async with httpx.AsyncClient(verify=context, trust_env=False) as client:
+                await client.get(f"{url}/health")
+        new.issue_cert("client").configure_cert(context)
+        async with httpx.AsyncClient(verify=context, trust_env=False) as client:
+            assert (await client.get(f"{url}/health")).status_code == 200
