@@ -36,6 +36,8 @@ ROWS: Final = (*[dense(BOOLS_OUT)] * 2, *[dense(FLOATS_2D_OUT)] * 2)
 STARTED: Final = (*[dense(INTS)] * 2, *[dense(FLOATS)] * 6)
 TIMES: Final = (BOOL, dense(BOOLS), *[dense(FLOATS)] * 2)
 FRAME: Final = (dense(FLOATS),) * 4
+LENGTHS_KEPT: Final = 1024
+"""Expected lengths that are kept while a calendar is made; a power of 2."""
 
 
 @part
@@ -57,34 +59,44 @@ def _survivors(
 
 
 @part
-def _left_tokens(
-    pool: int,
-    scale: float,
-    produced: float,
-    sums: FloatArray,
-    above: IntArray,
-    grid: FloatArray,
-    width: FloatArray,
-    shape: FloatArray,
-) -> float:
-    """What is expected to be left of one request that produced some tokens."""
-    per_octave, ratio_unit, prior_weight, quantile = shape[0], shape[1], shape[2], shape[3]
+def _reached(
+    pool: int, scale: float, produced: float, per_octave: float, ratio_unit: float, cells: int
+) -> tuple[float, float, int, int]:
+    """Where a request stands among its pool's lengths after some tokens.
+
+    The pool's unit in tokens' stead, how far it came in it, its cell, and the first cell of those
+    that it may still end in.
+    """
     unit = ratio_unit / scale if pool == 1 else 1.0
     reached = produced * unit
     # What is on the grid must not fall below its own cell by rounding.
-    cell = min(int(log2(max(reached, 1.0)) * per_octave + 1e-9), grid.size - 1)
+    cell = min(int(log2(max(reached, 1.0)) * per_octave + 1e-9), cells - 1)
     # Survivors are those in later cells; before the first token that is everybody.
-    first = cell + 1 if reached >= 1.0 else cell
+    return unit, reached, cell, cell + 1 if reached >= 1.0 else cell
+
+
+@part
+def _length(
+    pool: int, first: int, sums: FloatArray, above: IntArray, grid: FloatArray, shape: FloatArray
+) -> float:
+    """Length, in a pool's unit, of what ends in a cell or a later one; -1 where nothing does."""
+    prior_weight, quantile = shape[2], shape[3]
     alive, work = _survivors(pool, first, sums, above, prior_weight)
     if quantile > 0:
         most = (1.0 - quantile) * alive
         at = min(first, grid.size - 1)
         while _survivors(pool, at + 1, sums, above, prior_weight)[0] > most:
             at += 1
-        length = grid[at]
-    else:
-        length = work / alive if alive > 0 else reached + width[cell]
-    return max(float((length - reached) / unit), 1.0)
+        return float(grid[at])
+    return work / alive if alive > 0 else -1.0
+
+
+@part
+def _left(length: float, reached: float, width: float, unit: float) -> float:
+    """Tokens that are left of a length in a pool's unit; -1 for none: to the end of the cell."""
+    if length < 0:
+        length = reached + width
+    return max((length - reached) / unit, 1.0)
 
 
 @kernel(NOTHING(INTS, FLOATS, FLOATS, *SURVIVAL, FLOATS_OUT))
@@ -101,18 +113,19 @@ def left_tokens(
 ) -> None:
     """Put what is expected to be left of n requests into (n,) `left`."""
     for row in range(pool.size):
-        left[row] = _left_tokens(
-            pool[row], scale[row], produced[row], sums, above, grid, width, shape
+        unit, reached, cell, first = _reached(
+            pool[row], scale[row], produced[row], shape[0], shape[1], grid.size
         )
+        length = _length(pool[row], first, sums, above, grid, shape)
+        left[row] = _left(length, reached, width[cell], unit)
 
 
 @part
 def _places(
     wanted: IntArray, stale: BoolArray, block_tokens: FloatArray, q: float
 ) -> tuple[IntArray, BoolArray]:
-    """(g + 1,) places of the stale of some workers, -1: none; there, whether q is whole blocks."""
-    # A request whose worker is gone has worker -1, whose place is the last, which nobody has.
-    place, due = np.full(stale.size + 1, -1), 0
+    """(g,) places of the stale of some workers, -1: none; there, whether q is whole blocks."""
+    place, due = np.full(stale.size, -1), 0
     for g in wanted:
         if stale[g] and place[g] < 0:
             place[g] = due
@@ -188,6 +201,23 @@ def _sum_up(batch: FloatArray, kv: FloatArray, short: FloatArray, reach: int, q:
             kv[bucket] -= short[bucket]
 
 
+@part
+def _sum_up_all(
+    wanted: IntArray,
+    place: IntArray,
+    batch: FloatArray,
+    kv: FloatArray,
+    short: FloatArray,
+    reach: IntArray,
+    q: float,
+) -> None:
+    """Sum up what some workers have, once where they have a place."""
+    for g in wanted:
+        if place[g] >= 0:
+            _sum_up(batch[g], kv[g], short[place[g]], reach[place[g]], q)
+            place[g] = -1
+
+
 @kernel(NOTHING(INTS, *ROWS, *STARTED, *TIMES, *FRAME, *SURVIVAL))
 def hold(
     wanted: IntArray,
@@ -233,9 +263,13 @@ def hold(
     short = np.zeros((whole.size, 0 if whole.all() else buckets))
     _clear(wanted, place, batch, kv)
     _clear(wanted, place, stale, late)
+    # Many ask the same of the lengths; what one asked is kept, where no other takes its place.
+    known, lengths = np.full(LENGTHS_KEPT, -1), np.empty(LENGTHS_KEPT)
+    per_octave, ratio_unit = shape[0], shape[1]
     for row in range(worker.size):
         g = worker[row]
-        if place[g] < 0:
+        # A request whose worker is gone has worker -1.
+        if g < 0 or place[g] < 0:
             continue
         seen, total, wait_s, at = produced[row], forecast[row], 0.0, place[g]
         if blind and ready_s[row] > 0:
@@ -244,8 +278,15 @@ def hold(
             seen = _unseen_tokens(now_s - started_s[row], iteration_s[g], limit[row])
         if seen >= total:
             late[g] = True
-            left = _left_tokens(pool[row], scale[row], seen, sums, above, grid, width, shape)
-            total = seen + left
+            unit, reached, cell, first = _reached(
+                pool[row], scale[row], seen, per_octave, ratio_unit, grid.size
+            )
+            key = pool[row] * (grid.size + 1) + first
+            kept = key & (LENGTHS_KEPT - 1)
+            if known[kept] != key:
+                known[kept] = key
+                lengths[kept] = _length(pool[row], first, sums, above, grid, shape)
+            total = seen + _left(lengths[kept], reached, width[cell], unit)
         total = max(min(total, limit[row]), seen + 1.0)
         # A prefill counts as done when it has begun: whether it still runs cannot be known, and
         # taking it for done never understates the KV it holds.
@@ -259,10 +300,7 @@ def hold(
             kv[g, last] += sequences[row] * level
             if lack > 0:
                 short[at, last] += sequences[row] * lack
-    for g in wanted:
-        if place[g] >= 0:
-            _sum_up(batch[g], kv[g], short[place[g]], reach[place[g]], q)
-            place[g] = -1
+    _sum_up_all(wanted, place, batch, kv, short, reach, q)
 
 
 @kernel(NOTHING(INTS, *ROWS[2:], *[dense(FLOATS)] * 2, *ROWS[2:]))
