@@ -36,8 +36,7 @@ from service.control.prices import (
     PriceSnapshot,
     PriceSolution,
     PriceSums,
-    fractions,
-    random_words,
+    random_starts,
 )
 from service.control.pricing import Kept, expected_arrivals, mean, mean_prices, normalizer
 from service.control.published import kv_scale, scarcity_beside
@@ -227,9 +226,10 @@ class ForwardLp:
         occupancy = view.frozen_occupancy(horizon, 0.0)
 
         def problem() -> PriceProblem:
-            words = random_words(seed, max(count, settings.steps * settings.batch + SPARE_WORDS))
+            drawn = max(count, settings.steps * settings.batch + SPARE_WORDS)
             # Re-timed: anywhere on the look-ahead, all alike.
-            columns, rewards = recorded(np.rint(horizon.iterations * fractions(words[:count])))
+            words, starts = random_starts(seed, drawn, count, float(horizon.iterations))
+            columns, rewards = recorded(starts)
             return PriceProblem(
                 horizon=horizon,
                 scarcity=scarcity_beside(capacity, occupancy(), arrivals, scale),

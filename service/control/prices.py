@@ -23,7 +23,7 @@ from service.control.columns import (
 )
 from service.control.kernels.arrivals import record_columns
 from service.control.kernels.descent import descend, price_tokens, reach_of_prices
-from service.control.kernels.samples import samples
+from service.control.kernels.samples import draw_words, samples
 from service.control.spans import PrefixPrices
 
 WordArray: TypeAlias = NDArray[np.uint64]
@@ -196,12 +196,24 @@ class PriceSnapshot:
 
 def random_words(seed: int, count: int) -> WordArray:
     """(n,) random bits, of which numpy's default generator makes its numbers."""
-    return np.random.PCG64(seed).random_raw(count)
+    return random_starts(seed, count, 0, 0.0)[0]
 
 
-def fractions(words: WordArray) -> FloatArray:
-    """(n,) uniform numbers from 0 up to 1, without it, as numpy makes them of random words."""
-    return np.asarray((words >> np.uint64(11)) * 2.0**-53)
+def random_starts(
+    seed: int, count: int, starts: int, iterations: float
+) -> tuple[WordArray, FloatArray]:
+    """(n,) random bits of a seed, and of the first m of them whole iterations, all alike.
+
+    Args:
+        seed: from 0 up to 2**128, without it.
+        count: n.
+        starts: m <= n.
+        iterations: the latest start.
+    """
+    spread = np.array([seed >> 32 * place & 2**32 - 1 for place in range(4)], dtype=np.uint64)
+    words, numbers = np.empty(count, np.uint64), np.empty(starts)
+    draw_words(spread, words, iterations, numbers)
+    return words, numbers
 
 
 def mini_batches(words: WordArray, count: int, size: int, batches: int) -> IntArray:

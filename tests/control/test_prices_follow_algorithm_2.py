@@ -16,8 +16,8 @@ from service.control.prices import (
     History,
     PriceProblem,
     PriceSolution,
-    fractions,
     mini_batches,
+    random_starts,
     random_words,
 )
 from service.control.published import kv_scale, scarcity
@@ -310,8 +310,15 @@ def test_mini_batches_are_those_that_numpy_chooses__algorithm_2_line_10(
 
 @pytest.mark.parametrize("count", [1, 2048])
 def test_columns_are_retimed_by_numpys_uniform_numbers(count: int) -> None:
-    expected = np.random.default_rng(3).uniform(0.0, 4096.0, count)
-    assert (4096.0 * fractions(random_words(3, count))).tolist() == expected.tolist()
+    expected = np.rint(np.random.default_rng(3).uniform(0.0, 4096.0, count))
+    assert random_starts(3, count + 1, count, 4096.0)[1].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(2**n - s for n in (31, 32, 64, 128) for s in (1, 2))]
+)
+def test_random_words_are_numpys(seed: int) -> None:
+    assert random_words(seed, 9).tolist() == np.random.PCG64(seed).random_raw(9).tolist()
 
 
 def test_the_same_seed_draws_the_same_mini_batches() -> None:

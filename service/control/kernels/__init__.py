@@ -30,7 +30,7 @@ from service.control.kernels.room import (
     start_oldest,
     take_out,
 )
-from service.control.kernels.samples import samples
+from service.control.kernels.samples import draw_words, samples
 from service.control.kernels.tiers import distinct_levels, free_sequences
 from service.control.kernels.tokens import book_tokens, iteration_pace, note_pace
 
@@ -41,6 +41,7 @@ KERNELS: Final[tuple[Kernel[..., Any], ...]] = (
     hold,
     left_tokens,
     with_others,
+    draw_words,
     samples,
     descend,
     scarce,
