@@ -81,6 +81,8 @@ class AgeRule:
         self._config = config
         self._old, self._new = _Period(-math.inf), _Period(-math.inf)
         self._spared: IntArray = np.zeros(0, dtype=np.int64)
+        # Room for rows, whose contents are of one tick.
+        self._still = self._asking = self._spared
         self._last_order: int | None = None
         self._came = 0
         self._within_s: dict[int, float] = {}
@@ -141,7 +143,9 @@ class AgeRule:
         """(n,) who waited its tier's bound, or a longer one where it is spared, now as before."""
         waiting, config, n = view.waiting, self._config, asked.tier.size
         aged = np.empty(n, dtype=np.bool_)
-        spared, asking = np.empty((2, n), dtype=np.int64)
+        if n > self._still.size:
+            self._still, self._asking = np.empty((2, 2 * n), dtype=np.int64)
+        spared, asking = self._still, self._asking
         kept, many = find_aged(
             waiting.order,
             waiting.arrival_s,

@@ -67,11 +67,11 @@ class Offer:
     """What the w workers of a residual offer to those who ask.
 
     Attributes:
-        reach: (kinds, w) where a request of a kind may go.
+        reach: (kinds, g) where a request of a kind may go.
         liking: (w,) larger is better at equal margin, per free batch slot of the worker: the
             comparison is liking x free slots now, so starts of one tick spread out.
         prices: (g, 2, L) of a batch slot and of a KV token, up to the last bucket that has one.
-        workers: (w,) their rows of `prices`.
+        workers: (w,) their columns of `reach` and rows of `prices`.
         extra: (n, w) added to the margins of requests that have any toll, in place of what waits
             take from them; or (0, w) for nothing. Without waits it is added to everybody's.
         toll: (n, w) what a pair's margin is less after each start of this pass on its worker, or

@@ -64,6 +64,8 @@ class ForwardLp:
         self._aged = AgedStarts()
         self._overdue_credit = 1.0
         self._last_recorded = 0
+        # Room for rows, whose contents are of one decision.
+        self._new: IntArray = np.empty(0, dtype=np.int64)
         self._standing = Standing(config)
         self._solution: PriceSolution | None = None
         self._sums: PriceSums | None = None
@@ -290,7 +292,9 @@ class ForwardLp:
         Every request is remembered once, the first time a decision sees it.
         """
         waiting, weights = view.waiting, self._config.weights
-        rewards, new = np.empty(len(waiting)), np.empty(len(waiting), dtype=np.int64)
+        rewards, new = np.empty(len(waiting)), self._new
+        if rewards.size > new.size:
+            new = self._new = np.empty(2 * rewards.size, dtype=np.int64)
         found = weigh(
             waiting.order,
             waiting.prompt_tokens,

@@ -218,19 +218,21 @@ class Ledger:
         """(g,) seconds that a batch slot takes for a token, prefills beside it included."""
         return self._pace.token_s(fleet.array("iteration_s"))
 
-    def prompt_s(self, workers: int) -> FloatArray:
-        """(g,) seconds by which a prompt token holds up everything else on a worker."""
-        return self._prompts.prompt_s(workers)
-
     def ahead_tokens(self, workers: int) -> FloatArray:
         """(g,) prompt tokens sent to a worker whose first tokens are still to come."""
         self._make_room(workers)
         return self._ahead[:workers].copy()
 
-    def step_s(self, fleet: FleetState) -> FloatArray:
-        """(g,) seconds of a decode iteration, without the prompts computed in it."""
+    def pace(self, fleet: FleetState) -> tuple[FloatArray, FloatArray]:
+        """What workers take, as was seen; both are read-only.
+
+        Returns:
+            (g,) seconds of a decode iteration, without the prompts computed in it.
+            (g,) seconds by which a prompt token holds up everything else on a worker.
+        """
         told_s = fleet.array("iteration_s")
-        return self._pace.step_s(told_s, self._prompts.prompt_s(told_s.size))
+        prompt_s = self._prompts.prompt_s(told_s.size)
+        return self._pace.step_s(told_s, prompt_s), prompt_s
 
     def came(self, entry: Entry) -> None:
         """Learn from a request that arrived."""

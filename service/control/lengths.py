@@ -106,6 +106,7 @@ class LengthPredictor:
         self._sum_up(1)
         # Ratios live around 1: their grid is the same one, moved down by half its octaves.
         self._ratio_unit = 2.0 ** (GRID_OCTAVES // 2)
+        self._survival: Survival | None = None
         self._shape = np.array([GRID_PER_OCTAVE, self._ratio_unit, PRIOR_WEIGHT, quantile])
 
     def forecast(self, request: Request) -> Forecast:
@@ -169,14 +170,16 @@ class LengthPredictor:
 
     def survival(self) -> Survival:
         """What `remaining` follows from, which moves on."""
-        return Survival(
-            used=self._used,
-            sums=self._sums,
-            above=self._above,
-            grid=self._grid,
-            width=self._width,
-            shape=self._shape,
-        )
+        if self._survival is None or self._survival.used != self._used:
+            self._survival = Survival(
+                used=self._used,
+                sums=self._sums,
+                above=self._above,
+                grid=self._grid,
+                width=self._width,
+                shape=self._shape,
+            )
+        return self._survival
 
     def quantile(self, request: Request, level: float) -> float:
         """The length that a share `level` of such requests without a hint does not exceed."""

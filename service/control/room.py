@@ -40,6 +40,7 @@ class Room:
         self.residual = working_residual(view, workers)
         self.sway: Sway | None = None
         self._view = view
+        self._nothing = np.zeros((0, workers.size))
         self._started: list[tuple[int, int]] = []
         self._fleet: Residual | None = None
 
@@ -53,10 +54,10 @@ class Room:
             waits: for prompts.
             swayed: whether what they have cached counts.
         """
-        fleet, nothing = self._view.fleet, np.zeros((0, self.workers.size))
+        fleet, nothing = self._view.fleet, self._nothing
         cached = self.sway if swayed else None
         return Offer(
-            reach=self._view.waiting.reach[:, self.workers],
+            reach=self._view.waiting.reach,
             liking=1.0 / fleet.batch_limit[self.workers],
             prices=np.zeros((len(fleet), 2, 0)) if prices is None else prices,
             workers=self.workers,
@@ -82,7 +83,7 @@ class Room:
         Returns:
             (row, worker) in the order of the starts; they are taken out of the open workers.
         """
-        view, residual, none = self._view, self.residual, np.zeros((0, self.workers.size))
+        view, residual, none = self._view, self.residual, self._nothing
         waiting, swayed = view.waiting, self.sway is not None
         started = start_oldest(
             rows,

@@ -53,7 +53,9 @@ class Sight:
     def view(self, now_s: float, arrivals_per_s: float, *, with_cached: bool = True) -> View:
         """What there is to decide about now; prices do not ask what is cached."""
         fleet, kernel = self.fleet, self.kernel
-        own = self.ledger.sequences_per_worker(len(fleet))
+        workers = len(fleet)
+        own = self.ledger.sequences_per_worker(workers)
+        step_s, prompt_s = self.ledger.pace(fleet)
         lead = self.handoff.lead(now_s, self.config.bucket_iterations)
 
         def frame(horizon: Horizon, offset: float) -> Frame:
@@ -94,9 +96,9 @@ class Sight:
                 kv_capacity_tokens=fleet.array("kv_capacity_tokens"),
                 block_tokens=fleet.array("block_tokens"),
                 iteration_s=fleet.array("iteration_s"),
-                step_s=self.ledger.step_s(fleet),
-                prompt_s=self.ledger.prompt_s(len(fleet)),
-                ahead_tokens=self.ledger.ahead_tokens(len(fleet)),
+                step_s=step_s,
+                prompt_s=prompt_s,
+                ahead_tokens=self.ledger.ahead_tokens(workers),
                 outstanding=own + fleet.array("foreign_active"),
                 engine_queue_empty=fleet.engine_queue_empty(now_s),
                 lead=lead,

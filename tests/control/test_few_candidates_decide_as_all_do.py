@@ -62,7 +62,7 @@ def crowd(rng: np.random.Generator, workers: int) -> tuple[Asking, Offer, Usage]
     lines = rng.integers(0, 4, (3, workers)) / 16
     waits = Waits(lines, rng.choice([1.0, 2.0], n), toll=0.25)
     offer = Offer(
-        reach=rng.random((3, workers)) < 0.8,
+        reach=rng.random((3, workers + 2)) < 0.8,
         liking=rng.choice([0.125, 0.25, 0.5], workers),
         prices=prices,
         workers=rng.permutation(workers + 2)[:workers],

@@ -35,7 +35,9 @@ def plain_margins(asking: Asking, offer: Offer, horizon: Horizon) -> np.ndarray:
     """(n, w) rewards less costs; -inf where a request may not go; about equal ones made equal."""
     sums = PrefixPrices.stacked(offer.prices[offer.workers], horizon)
     cost = sums.cost_on_every_worker(Spans.of(asking.columns, horizon))
-    margin = np.where(offer.reach[asking.kind], asking.rewards[:, None] - cost, -np.inf)
+    margin = np.where(
+        offer.reach[asking.kind][:, offer.workers], asking.rewards[:, None] - cost, -np.inf
+    )
     for row in margin:
         best = row.max()
         row[row >= best - ALIKE * abs(best)] = best
@@ -52,7 +54,7 @@ def delayed(
             pace, held_up, before = offer.waits.lines
             per_token, prompt = offer.waits.value[row] * pace, asking.prompt[row]
             whole = per_token * (prompt * held_up + before)
-            allowed = offer.reach[asking.kind[row]]
+            allowed = offer.reach[asking.kind[row], offer.workers]
             delay[row, allowed] = whole[allowed] - min(whole[allowed], default=0.0)
             toll[row] = per_token * prompt * offer.waits.toll
     without = plain - delay

@@ -36,8 +36,7 @@ ALIKE: Final = 0.02
 
 @kernel(
     INT(
-        *(BOOLS, FLOATS, FLOATS),
-        *(FLOATS, FLOATS, FLOATS, FLOATS, INTS, INTS),
+        *(BOOLS, FLOATS, FLOATS, FLOATS, FLOATS, FLOATS, FLOATS, INTS, INTS),
         *(FLOATS, FLOATS, FLOATS_2D, FLOAT),
         *(BOOLS_2D, FLOATS_3D, INTS, FLOATS, FLOATS_2D, FLOATS_2D),
         *(FLOATS_2D_OUT, FLOATS_2D_OUT, FLOAT, INT, FLOAT, INTS_2D_OUT),
@@ -89,9 +88,9 @@ def admit_by_best_margin(
         value: (n,) multiplies what waits for prompts cost.
         waits: (3, w) as in delay.py, or (0, w) where workers are alike.
         waits_toll: the toll of delay.py.
-        reach: (kinds, w) where a kind may go.
+        reach: (kinds, g) where a kind may go.
         prices: (g, 2, L) of a batch slot and of a KV token on the first buckets.
-        workers: (w,) rows of `prices`.
+        workers: (w,) columns of `reach` and rows of `prices`.
         liking: (w,) per free batch slot, breaks ties between workers.
         extra: (n, w) in place of the waits where a request has any toll, or (0, w) for nothing.
         toll: (n, w) taken from a margin for each start on the worker in this pass, or (0, w).
@@ -106,8 +105,7 @@ def admit_by_best_margin(
     Returns:
         How many started.
     """
-    count, places = 0, workers.size
-    longest = q
+    count, places, longest = 0, workers.size, q
     for row in range(asks.size):
         longest = max(longest, start[row] + steps[row]) if asks[row] else longest
     buckets = math.ceil(min(longest, batch.shape[1] * q) / q)
@@ -117,12 +115,14 @@ def admit_by_best_margin(
     score = _bounds(asks, reward, least_cost, extra, waits)
     queue = _queue(asks, score, order)
     left, known = queue.size, np.zeros(asks.size, dtype=np.bool_)
-    plain, margin, delay, draws = np.empty((4, places))
+    (plain, margin, delay, draws), may = np.empty((4, places)), np.empty(places, dtype=np.bool_)
     slots = np.maximum(batch[:, 0], 0.0).sum()
     most = int(min(slots, most, left))
     while left and count < most:
         row = queue[0]
-        column, may = (start[row], steps[row], footprint[row], sequences[row]), reach[kind[row]]
+        column = (start[row], steps[row], footprint[row], sequences[row])
+        for place in range(places):
+            may[place] = reach[kind[row], workers[place]]
         need = _asked(column, batch.shape[1], q)
         _price(plain, may, reward[row], column, sums, q, batch.shape[1])
         _delay(delay, draws, may, waits, value[row], prompt[row], waits_toll)
