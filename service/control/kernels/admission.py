@@ -30,6 +30,8 @@ from service.control.kernels.compiled import (
 
 ROUNDING = 1e-9
 """More than sums of normalised prices are off."""
+SOME: Final = 64
+"""So many rows have a leader; of some thousands of rows whoever is first is found the soonest."""
 ALIKE: Final = 0.02
 """Workers whose margins are within this share of a request's best are equally good."""
 
@@ -71,8 +73,8 @@ def admit_by_best_margin(
 ) -> int:
     """Start requests by decreasing best margin, each on its best worker that has room.
 
-    A request stands in a queue by a bound on its margin until it comes first. Then its margin is
-    worked out, and it stands by that. So few are looked at; the starts are those of a full pass.
+    A request is ranked by a bound on its margin until it comes first. Then its margin is worked
+    out, and it is ranked by that. So few are looked at; the starts are those of a full pass.
 
     Args:
         asks: (n,) who asks.
@@ -113,13 +115,14 @@ def admit_by_best_margin(
     before, unswayed_free = np.empty((places, 3, buckets)), batch[:, 0].copy()
     starts_on, none = np.zeros((2, places), dtype=np.int64)
     score = _bounds(asks, reward, least_cost, extra, waits)
-    queue = _queue(asks, score, order)
-    left, known = queue.size, np.zeros(asks.size, dtype=np.bool_)
+    leaders, known = _leaders(score, order), np.zeros(asks.size, dtype=np.bool_)
     (plain, margin, delay, draws), may = np.empty((4, places)), np.empty(places, dtype=np.bool_)
     slots = np.maximum(batch[:, 0], 0.0).sum()
-    most = int(min(slots, most, left))
-    while left and count < most:
-        row = queue[0]
+    most = int(min(slots, most, asks.size))
+    while count < most:
+        row = _first(leaders, score, order)
+        if row < 0:
+            break
         column = (start[row], steps[row], footprint[row], sequences[row])
         for place in range(places):
             may[place] = reach[kind[row], workers[place]]
@@ -129,8 +132,9 @@ def admit_by_best_margin(
         _draw(margin, draws, plain, delay, extra, toll, row, waits)
         best = _keep_fitting(margin, floor, need, low, before, starts_on, q)
         if not known[row]:
-            known[row], score[row], out = True, best, best == -np.inf
+            known[row], score[row] = True, best
         else:
+            score[row] = -np.inf
             _take_tolls(margin, draws, starts_on)
             _keep_fitting(margin, -np.inf, need, low, before, none, q)
             worker = _preferred(margin, liking, batch[:, 0])
@@ -146,11 +150,7 @@ def admit_by_best_margin(
                 slots -= sequences[row]
                 if slots < 1:
                     break
-            out = True
-        if out:
-            left -= 1
-            queue[0] = queue[left]
-        _sink(queue, left, 0, score, order)
+        leaders[row // SOME] = _leader(row // SOME, score, order)
     return count
 
 
@@ -250,8 +250,8 @@ def _bounds(
     extra: FloatArray,
     waits: FloatArray,
 ) -> FloatArray:
-    """(n,) no margin of a request that asks is above its bound."""
-    bound = np.empty(asks.size)
+    """(n,) no margin of a request that asks is above its bound; -inf for who does not ask."""
+    bound = np.full(asks.size, -np.inf)
     for row in range(asks.size):
         if asks[row]:
             bound[row] = reward[row] - least_cost[row] + ROUNDING
@@ -366,32 +366,32 @@ def _without(
 
 
 @part
-def _queue(asks: BoolArray, score: FloatArray, tie: IntArray) -> IntArray:
-    """A heap of who asks: the largest score first, then the smallest tie."""
-    queue, size = np.empty(asks.size, dtype=np.int64), 0
-    for row in range(asks.size):
-        if asks[row]:
-            queue[size] = row
-            size += 1
-    for at in range(size // 2 - 1, -1, -1):
-        _sink(queue, size, at, score, tie)
-    return queue[:size]
+def _leaders(score: FloatArray, tie: IntArray) -> IntArray:
+    """Of each SOME rows the first by score; -1 where all scores are -inf."""
+    leaders = np.empty((score.size + SOME - 1) // SOME, dtype=np.int64)
+    for part_of in range(leaders.size):
+        leaders[part_of] = _leader(part_of, score, tie)
+    return leaders
 
 
 @part
-def _sink(queue: IntArray, size: int, at: int, score: FloatArray, tie: IntArray) -> None:
-    if at >= size:
-        return
-    row = queue[at]
-    while 2 * at + 1 < size:
-        child = 2 * at + 1
-        if child + 1 < size and _precedes(queue[child + 1], queue[child], score, tie):
-            child += 1
-        if not _precedes(queue[child], row, score, tie):
-            break
-        queue[at] = queue[child]
-        at = child
-    queue[at] = row
+def _leader(part_of: int, score: FloatArray, tie: IntArray) -> int:
+    """The row with the largest score, then the smallest tie, of SOME; -1 for none."""
+    found, best = -1, -np.inf
+    for row in range(part_of * SOME, min((part_of + 1) * SOME, score.size)):
+        if score[row] >= best and (score[row] > best or (found >= 0 and tie[row] < tie[found])):
+            found, best = row, score[row]
+    return found
+
+
+@part
+def _first(leaders: IntArray, score: FloatArray, tie: IntArray) -> int:
+    """The first of all leaders; -1 for none."""
+    found = -1
+    for row in leaders:
+        if row >= 0 and (found < 0 or _precedes(row, found, score, tie)):
+            found = row
+    return found
 
 
 @part
