@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
+from inspect import getsource, signature
 from pathlib import Path
+from pkgutil import iter_modules
 
 import numpy as np
 import pytest
@@ -82,3 +85,18 @@ def test_a_folder_that_cannot_be_written_to_only_costs_time(tmp_path: Path) -> N
 def test_a_kernel_knows_its_description() -> None:
     assert isinstance(summed, Kernel)
     assert all(each.__doc__ for each in KERNELS)
+
+
+def test_steps_of_one_name_and_signature_are_the_same_in_every_file() -> None:
+    """A kernel calls nothing of another file, so some steps stand twice; they must stay alike."""
+    seen: dict[tuple[str, str], str] = {}
+    shared = set()
+    for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        found = vars(import_module(module.name)).items()
+        for name, step in [(name, one) for name, one in found if hasattr(one, "py_func")]:
+            key = name, str(signature(step.py_func))
+            text = getsource(step.py_func)
+            assert seen.setdefault(key, text) == text, key
+            shared |= {name} if step.py_func.__module__ != module.name else set()
+    assert not shared
+    assert "_take" in {name for name, _ in seen}, "steps are found"
