@@ -203,6 +203,9 @@ def _in_our_words(arguments: list[str]) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
+    if isinstance(error, cyclopts.UnusedCliTokensError):
+        words = ", ".join(error.unused_tokens or ())
+        return f"no flag stands before {words}; workers are given as --workers URL..."
     return " ".join(str(error).split())
 
 

@@ -180,7 +180,8 @@ def _parse_as_python(body: bytes) -> object:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"the request body is not valid JSON: {error}") from error
+        why = f"is not valid JSON: {error}" if body else "is empty; it must be a JSON object"
+        raise BadRequestError(f"the request body {why}") from error
 
 
 def _model(payload: Payload) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from service.control.events import Outcome, Refusal, unserved
+from service.control.events import Outcome, Refusal, nobody_up, unserved
 from service.errors import ClientGoneError, RefusedError
 from service.fleet_types import Candidate
 
@@ -139,7 +139,7 @@ class LightPath:
                 return self._take_best(able)
             self._refuse_hopeless(wanted, avoid)
             if loop.time() >= give_up_s:
-                raise RefusedError(Refusal.NO_WORKER, "no worker that serves the request is up")
+                raise RefusedError(Refusal.NO_WORKER, nobody_up(self._config.light_hold_s))
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def _able(self, wanted: Wanted, avoid: set[str]) -> list[Candidate]:

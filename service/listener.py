@@ -29,6 +29,8 @@ def listen(host: str, port: int) -> socket.socket:
         # A host name that no resolver may be asked for is a ValueError or a TypeError.
         listener.close()
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        why = "the port is taken" if taken else getattr(error, "strerror", None) or str(error)
+        why = getattr(error, "strerror", None) or str(error)
+        if taken:
+            why = "the port is taken; give another with --port"
         raise ListenError(f"cannot listen on {host}:{port}: {why}") from error
     return listener

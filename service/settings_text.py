@@ -165,14 +165,24 @@ def line_of_entry(path: Path, setting: str, text: str) -> int | None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question that suggests the nearest known name, or nothing."""
+    """A question that suggests the nearest known name, or nothing.
+
+    A name that is hardly like any may be the end of one: `port` of `server.port`.
+    """
     names = {
         ".".join(parts[: place + 1])
         for parts in (one.split(".") for one in known)
         for place in range(len(parts))
     }
-    close = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    deepest_first = sorted(names, key=lambda one: (-one.count("."), one))
+    ends = {one.rpartition(".")[2]: one for one in deepest_first}
+    close = difflib.get_close_matches
+    found = [
+        *close(name, sorted(names), n=1, cutoff=0.7),
+        *(ends[end] for end in close(name.rpartition(".")[2], sorted(ends), n=1, cutoff=0.7)),
+        *close(name, sorted(names), n=1, cutoff=0.5),
+    ]
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def _words(problem: ErrorDetails, name: str, known: Iterable[str]) -> str:

@@ -95,10 +95,14 @@ def _url_faults(url: str) -> Iterator[str]:
         yield "it has blanks, or characters that are not printable ASCII"
     if any(mark in url for mark in "?#\\"):
         yield "it has a query, a fragment or a backslash"
-    if url.endswith("/"):
+    if (rest if mark else url).endswith("/"):
         yield "it has a trailing slash"
     try:
-        urlsplit(url)
+        parts = urlsplit(url)
+        if mark and not parts.hostname:
+            yield "its host is missing"
+        if parts.port == 0:
+            yield "its port is 0"
     except ValueError as error:
         yield str(error)
 

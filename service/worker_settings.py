@@ -176,7 +176,8 @@ def worker_config(entry: WorkerEntry, fleet: FleetConfig) -> WorkerConfig:
         ValueError: no worker can be like that.
     """
     one = WorkerSettings(url=entry) if isinstance(entry, str) else entry
-    url = one.url.rstrip("/").removesuffix("/v1")
+    scheme, mark, rest = one.url.rpartition("://")
+    url = scheme + mark + rest.rstrip("/").removesuffix("/v1")
     key = one.api_key or fleet.worker_api_key
     ranks = one.data_parallel_size
     worker = WorkerConfig(

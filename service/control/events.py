@@ -49,6 +49,14 @@ def unserved(model: str, served: Iterable[str]) -> str:
     return f"{words}; served: {', '.join(names[:MODELS_SHOWN_MAX])}{tail}"
 
 
+def nobody_up(hold_s: float) -> str:
+    """Say that no worker came up while a request waited for one."""
+    return (
+        f"no worker that serves the request was up within {hold_s:g} s: check the workers' URLs,"
+        " and that one answers /health"
+    )
+
+
 class Role(StrEnum):
     """What a worker does for a request: all of it, its prompt alone, or all but its prompt."""
 

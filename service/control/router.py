@@ -33,6 +33,7 @@ from service.control.events import (
     WorkerJoined,
     WorkerReported,
     WorkerState,
+    nobody_up,
 )
 from service.control.fleet_state import FleetState
 from service.control.handoff import Handoff
@@ -335,11 +336,8 @@ class Router:
             lost_s = max(self._nobody_up_since_s, *left_s)
             if now_s - max(entry.entered_s, lost_s) < hold_s:
                 continue
-            detail = (
-                f"no worker that serves the request was up within {hold_s:g} s: check the workers' "
-                "URLs, and that one answers /health"
-            )
-            why = self._life.too_large(entry) if entry.too_large else (Refusal.NO_WORKER, detail)
+            detail = Refusal.NO_WORKER, nobody_up(hold_s)
+            why = self._life.too_large(entry) if entry.too_large else detail
             commands.append(self._life.refuse(request_id, *why))
         return commands
 

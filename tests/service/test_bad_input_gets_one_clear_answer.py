@@ -101,6 +101,11 @@ def test_a_hint_that_is_no_number_in_its_range_is_a_400(headers: dict[str, str])
     assert worker.requests == []
 
 
+def test_an_empty_body_is_told_so() -> None:
+    exchange, _, _ = send(b"")
+    assert exchange.error["message"] == "the request body is empty; it must be a JSON object"
+
+
 def test_an_unknown_model_is_a_404() -> None:
     exchange, worker, ends = send(completion(model="nope"))
     assert (exchange.status, exchange.error["code"]) == (404, "model_not_found")

@@ -243,6 +243,8 @@ def test_an_unknown_variable_names_the_nearest(
     [
         ("servr: {port: 1}", ("servr", "server")),
         ("server: {prot: 1}", ("server.prot", "server.port")),
+        ("prot: 1", ("setting prot;", "server.port")),
+        ("max_wait: 1", ("setting max_wait;", "control.max_wait_s")),
         ("control: {weights: {tftt: 1}}", ("control.weights.tftt", "control.weights.ttft")),
         ("control: {wights: {ttft: 1}}", ("control.wights", "control.weights?")),
         ("workers: [{url: 'http://a', batch: 1}]", ("workers.0.batch;", "workers.batch_limit")),
@@ -382,6 +384,11 @@ def test_what_is_no_number_is_refused_wherever_a_number_is_meant() -> None:
         (("--workers", "ftp://a"), ("ftp://a",)),
         (("--workers", "http://a:1", "http://a:1"), ("a:1", "twice")),
         (("--workers",), ("--workers",)),
+        (("http://a:1",), ("http://a:1", "--workers URL")),
+        (("--workers", "http://a:99999"), ("http://a:99999", "0-65535")),
+        (("--workers", "http://"), ("http://", "its host is missing")),
+        (("--workers", "http:///v1/"), ("http://", "its host is missing")),
+        (("--workers", "http://a:0"), ("http://a:0", "its port is 0")),
     ],
 )
 def test_a_value_that_makes_no_sense_is_one_line(

@@ -161,4 +161,5 @@ def test_a_taken_port_is_one_line_and_a_status(command: str) -> None:
         )
     assert ended.returncode == 1
     assert ended.stdout == ""
-    assert ended.stderr == f"bidgate: cannot listen on 127.0.0.1:{port}: the port is taken\n"
+    why = "the port is taken; give another with --port"
+    assert ended.stderr == f"bidgate: cannot listen on 127.0.0.1:{port}: {why}\n"

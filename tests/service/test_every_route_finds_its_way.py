@@ -350,6 +350,7 @@ def test_light_requests_respect_models_health_and_draining() -> None:
             began_s = asyncio.get_running_loop().time()
             nobody = await embed(stage)
             assert (nobody.status, nobody.error["code"]) == (503, "no_worker")  # type: ignore[attr-defined]
+            assert "within 2 s: check the workers' URLs" in nobody.error["message"]  # type: ignore[attr-defined]
             assert 2.0 <= asyncio.get_running_loop().time() - began_s < 2.2
             # One that comes up in time is found.
             waiting = embed(stage)
