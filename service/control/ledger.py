@@ -7,6 +7,7 @@ conditional expected remaining length, one that ends early frees its slots at on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -55,7 +56,8 @@ class Ledger:
         self._sequences: FloatArray = np.zeros(0)
         self._kv_tokens: FloatArray = np.zeros(0)
         self._left_steps: FloatArray = np.zeros(0)
-        self._blind: FloatArray = np.zeros(0)
+        # Requests that are not seen token by token, on the workers that have any.
+        self._blind: Counter[int] = Counter()
         self._ahead: FloatArray = np.zeros(0)
         self._occupancy = Occupancy()
         self._pace, self._prompts = TokenPace(), PromptPace()
@@ -103,7 +105,8 @@ class Ledger:
         self._sequences[worker] += entry.sequences
         self._kv_tokens[worker] += entry.sequences * request.prompt_tokens
         self._left_steps[worker] += entry.sequences * entry.decode_tokens
-        self._blind[worker] += not request.streams or ready_s > 0
+        if not request.streams or ready_s > 0:
+            self._blind[worker] += 1
         self._occupancy.touch(worker)
 
     def prefilled(self, request_id: str, now_s: float) -> None:
@@ -113,7 +116,8 @@ class Ledger:
         table, row = self._table, self._table.row(request_id)
         worker = int(table["worker"][row])
         if worker >= 0:
-            self._blind[worker] -= bool(table["streams"][row]) and table["ready_s"][row] > 0
+            if table["streams"][row] and table["ready_s"][row] > 0:
+                self._see_again(worker)
             self._occupancy.touch(worker)
         table["ready_s"][row] = 0.0
         table["started_s"][row] = table["seen_s"][row] = now_s
@@ -185,7 +189,8 @@ class Ledger:
             self._sequences[worker] -= sequences
             self._kv_tokens[worker] -= sequences * (held["prompt_tokens"] + held["produced"])
             self._left_steps[worker] -= sequences * max(held["forecast"] - held["produced"], 0.0)
-            self._blind[worker] -= not held["streams"] or held["ready_s"] > 0
+            if not held["streams"] or held["ready_s"] > 0:
+                self._see_again(worker)
             self._occupancy.touch(worker)
         return self._entries.pop(request_id), worker, int(held["produced"])
 
@@ -200,14 +205,21 @@ class Ledger:
             self._sequences = np.delete(self._sequences, gone)
             self._kv_tokens = np.delete(self._kv_tokens, gone)
             self._left_steps = np.delete(self._left_steps, gone)
-            self._blind = np.delete(self._blind, gone)
             self._ahead = np.delete(self._ahead, gone)
+        del self._blind[gone]
+        self._blind = Counter({g - (g > gone): many for g, many in self._blind.items()})
         self._occupancy.forget()
 
     def sequences_per_worker(self, workers: int) -> FloatArray:
         """(g,) batch slots held by our own started requests."""
         self._make_room(workers)
         return self._sequences[:workers].copy()
+
+    def outstanding(self, fleet: FleetState) -> FloatArray:
+        """(g,) batch slots held by started requests, those of others included."""
+        foreign = fleet.array("foreign_active")
+        self._make_room(foreign.size)
+        return np.asarray(self._sequences[: foreign.size] + foreign)
 
     def kv_tokens_per_worker(self, workers: int) -> FloatArray:
         """(g,) KV tokens held now by our own started requests."""
@@ -334,21 +346,27 @@ class Ledger:
             self._occupancy.make(wanted, self._started(fleet, now_s, frame))
         return wanted
 
+    def _see_again(self, worker: int) -> None:
+        """One request less on a worker is not seen token by token."""
+        self._blind[worker] -= 1
+        if not self._blind[worker]:
+            del self._blind[worker]
+
     def _look(self, frame: Frame) -> None:
         """Look through a frame, and see which rows are out of date under it."""
         known = self._occupancy
         known.enter(frame)
         # Requests that are not seen token by token move with the clock, late ones with what was
         # learned.
-        if np.count_nonzero(self._blind):
-            known.touch_all(self._blind.nonzero()[0])
+        if self._blind:
+            known.touch_all(np.array(list(self._blind)))
         if self._learned != self._predictor.version:
             self._learned = self._predictor.version
             known.touch_late()
 
     def _started(self, fleet: FleetState, now_s: float, frame: Frame) -> Started:
         """All started requests; views of their numbers."""
-        blind = bool(np.count_nonzero(self._blind))
+        blind = bool(self._blind)
         names = (*NUMBERS, *TIMES) if blind else NUMBERS
         return Started(
             held=self._table.live(*names),
@@ -366,5 +384,4 @@ class Ledger:
             self._sequences = np.append(self._sequences, np.zeros(more))
             self._kv_tokens = np.append(self._kv_tokens, np.zeros(more))
             self._left_steps = np.append(self._left_steps, np.zeros(more))
-            self._blind = np.append(self._blind, np.zeros(more))
             self._ahead = np.append(self._ahead, np.zeros(more))

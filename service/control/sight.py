@@ -54,7 +54,6 @@ class Sight:
         """What there is to decide about now; prices do not ask what is cached."""
         fleet, kernel = self.fleet, self.kernel
         workers = len(fleet)
-        own = self.ledger.sequences_per_worker(workers)
         step_s, prompt_s = self.ledger.pace(fleet)
         lead = self.handoff.lead(now_s, self.config.bucket_iterations)
 
@@ -88,7 +87,7 @@ class Sight:
             waiting=self.waiting.arrays(
                 fleet,
                 self._discounts(now_s),
-                prefill_open=self.handoff.is_open(now_s),
+                prefill_open=bool(fleet.decoders) and self.handoff.is_open(now_s),
             ),
             fleet=FleetView(
                 worker_ids=fleet.worker_ids,
@@ -99,7 +98,7 @@ class Sight:
                 step_s=step_s,
                 prompt_s=prompt_s,
                 ahead_tokens=self.ledger.ahead_tokens(workers),
-                outstanding=own + fleet.array("foreign_active"),
+                outstanding=self.ledger.outstanding(fleet),
                 engine_queue_empty=fleet.engine_queue_empty(now_s),
                 lead=lead,
             ),

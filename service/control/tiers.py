@@ -111,7 +111,8 @@ class SeenArrivals:
         rows = rows[-self._tier.size :]
         waiting, pools = view.waiting, self._of_kind
         kinds = waiting.kind[rows].tolist()
-        for number in sorted({kind for kind in kinds if kind not in pools}):
+        missing = set(kinds).difference(pools)
+        for number in sorted(missing):
             pools[number] = self._pool_of(waiting.reach[number])
         self._next = note_arrivals(
             rows,
