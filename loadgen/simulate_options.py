@@ -118,6 +118,8 @@ class LoadOptions:
         requests: how many; all of a trace that ends when 0.
         prediction: whether a forecast of the answer's length goes with each request.
         noise_width: w of a noisy forecast, uniform in 1 - w to 1 + w times the length.
+        forecast_bias: forecasts are this many times as long as they would be.
+        forecast_bias_share: so many of them, drawn at random; the others are not.
         decode_tokens_max: cut longer answers to this.
         tenants: as heavy=9,light=1: each request gets a tenant, drawn with these shares.
         values: as heavy=1,light=4: reward multiplier of each tenant's requests.
@@ -131,6 +133,8 @@ class LoadOptions:
     requests: int = 3400
     prediction: Prediction = Prediction.EXACT
     noise_width: float = 0.2
+    forecast_bias: float = 1.0
+    forecast_bias_share: float = 1.0
     decode_tokens_max: int | None = None
     tenants: str = ""
     values: str = ""
@@ -174,6 +178,8 @@ class LoadOptions:
                 requests=self.requests or None,
                 prediction=self.prediction,
                 noise_width=self.noise_width,
+                forecast_bias=self.forecast_bias,
+                forecast_bias_share=self.forecast_bias_share,
                 decode_tokens_max=self.decode_tokens_max,
                 tenants=TenantConfig(weights=self.tenants).parsed(),
                 values=TenantConfig(weights=self.values).parsed(),

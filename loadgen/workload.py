@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from loadgen.traces import Trace
 
 REQUESTS_MAX = 2_000_000
-LENGTH_STREAM, ARRIVAL_STREAM, NOISE_STREAM, TENANT_STREAM = 0, 1, 2, 3
+LENGTH_STREAM, ARRIVAL_STREAM, NOISE_STREAM, TENANT_STREAM, BIAS_STREAM = range(5)
 """Separate random streams, so that a change of noise does not move the arrivals."""
 
 
@@ -47,6 +47,7 @@ class WorkloadSpec:
         duration_s: no arrival at or after this time, or None.
         prediction: whether and how well requests carry a forecast.
         noise_width: w of a noisy forecast, uniform in [(1 - w) o, (1 + w) o].
+        forecast_bias: a share of the forecasts, forecast_bias_share, is this many times as long.
         decode_tokens_max: longer answers are cut to this, or None.
         tenants: shares of the requests by tenant; none leaves the trace's own.
         values: reward multipliers by tenant; others keep the trace's own.
@@ -60,6 +61,8 @@ class WorkloadSpec:
     duration_s: float | None = None
     prediction: Prediction = Prediction.NOISY
     noise_width: float = 0.2
+    forecast_bias: float = 1.0
+    forecast_bias_share: float = 1.0
     decode_tokens_max: int | None = None
     tenants: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, float] = field(default_factory=dict)
@@ -77,6 +80,12 @@ class WorkloadSpec:
             raise ValueError(f"the rate must be positive, got {self.rate_per_s}")
         if not 0 <= self.noise_width < 1:
             raise ValueError(f"noise_width must lie in [0, 1), got {self.noise_width}")
+        if not 0 < self.forecast_bias < math.inf:
+            raise ValueError(f"forecast_bias must be positive, got {self.forecast_bias}")
+        if not 0 <= self.forecast_bias_share <= 1:
+            raise ValueError(
+                f"forecast_bias_share must lie in [0, 1], got {self.forecast_bias_share}"
+            )
 
 
 def build_workload(spec: WorkloadSpec) -> list[TraceRequest]:
@@ -130,6 +139,8 @@ def with_prediction(requests: Sequence[TraceRequest], spec: WorkloadSpec) -> lis
             noise = np.ones(len(requests))
         case Prediction.NOISY:
             pass
+    biased = np.random.default_rng(_seed_of(spec.seed, BIAS_STREAM)).random(len(requests))
+    noise *= np.where(biased < spec.forecast_bias_share, spec.forecast_bias, 1.0)
     return [
         request
         if request.decode_tokens_hint is not None

@@ -113,7 +113,7 @@ def read_body(body: bytes, api: Api, rules: Rules, session: bytes = b"") -> Body
     cut = _cut(payload, api)
     sequences = prompts * _branches(sampling)
     limit = _limit(sampling, api)
-    floor = _count(sampling, "min_tokens", least=0) or None
+    floor = _floor(sampling, limit)
     model = _model(payload)
     model = rules.aliases.get(model, model)
     return BodyFacts(
@@ -126,7 +126,7 @@ def read_body(body: bytes, api: Api, rules: Rules, session: bytes = b"") -> Body
         sequences=sequences,
         decode_tokens_limit=limit,
         decode_tokens_floor=floor,
-        decode_tokens_hint=_hint(payload, sampling, limit, floor),
+        decode_tokens_hint=_hint(payload, limit, floor),
         value=priority_value(payload.get("priority")),
         previous=_text(payload, "previous_response_id"),
         names_itself=_text(payload, "request_id") if api is Api.RESPONSES else "",
@@ -239,10 +239,15 @@ def _count(payload: Payload, name: str, least: int = 1) -> int | None:
     return min(number, COUNT_MAX)
 
 
-def _hint(payload: Payload, sampling: Payload, limit: int | None, floor: int | None) -> int | None:
+def _floor(sampling: Payload, limit: int | None) -> int | None:
+    """Fewest output tokens: with ignore_eos as many as the bound allows."""
+    floor = _count(sampling, "min_tokens", least=0) or None
+    return limit if limit is not None and sampling.get("ignore_eos") is True else floor
+
+
+def _hint(payload: Payload, limit: int | None, floor: int | None) -> int | None:
     """A forecast in the body: certain when the end is fixed, else the peers' fields."""
-    fixed = sampling.get("ignore_eos") is True or (floor or 0) >= (limit or COUNT_MAX)
-    if fixed and limit is not None:
+    if floor is not None and limit is not None and floor >= limit:
         return limit
     for path in (
         ("nvext", "agent_hints", "osl"),

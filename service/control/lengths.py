@@ -2,7 +2,7 @@
 
 Everything is a distribution over a log-spaced grid of lengths. Requests without a hint are pooled
 by group, system prompt and prompt length, each shrunk towards the coarser one; those with a hint
-are pooled by the ratio true / hinted.
+are pooled by the ratio true / hinted, where a hint counts as what hint_scale.py makes of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from service.control.columns import FloatArray, IntArray
 from service.control.events import Request
+from service.control.hint_scale import HintScale
 from service.control.kernels.calendar import left_tokens
 
 GRID_PER_OCTAVE = 8
@@ -84,6 +85,7 @@ class LengthPredictor:
     def __init__(self, default_tokens: int, quantile: float = 0.0) -> None:
         self.version = 0
         self._quantile = quantile
+        self._hints = HintScale()
         self._grid = _grid()
         # A cell is as wide as the step to the next grid point.
         self._width = self._grid * (2.0 ** (1.0 / GRID_PER_OCTAVE) - 1.0)
@@ -110,12 +112,13 @@ class LengthPredictor:
         self._shape = np.array([GRID_PER_OCTAVE, self._ratio_unit, PRIOR_WEIGHT, quantile])
 
     def forecast(self, request: Request) -> Forecast:
-        """Forecast one request: its hint if it has one, else the mean of its pool, capped.
+        """Forecast one request: its hint if it has one, set right, else its pool's mean, capped.
 
         A floor above the mean is a hint itself: the engine decodes at least that much.
         """
         if request.decode_tokens_hint is not None:
-            tokens, pool, scale = request.decode_tokens_hint, 1, float(request.decode_tokens_hint)
+            scale = request.decode_tokens_hint * self._hints.of(request)
+            tokens, pool = round(scale), 1
             if self._quantile:
                 tokens = round(self._typical(1) * scale / self._ratio_unit)
         else:
@@ -133,7 +136,9 @@ class LengthPredictor:
         if decode_tokens < 1:
             return
         if request.decode_tokens_hint is not None:
-            self._count(1, decode_tokens / request.decode_tokens_hint * self._ratio_unit)
+            scale = request.decode_tokens_hint * self._hints.of(request)
+            self._count(1, decode_tokens / scale * self._ratio_unit)
+            self._hints.note(request, decode_tokens)
             return
         self._count(0, decode_tokens)
         above: list[int] = []

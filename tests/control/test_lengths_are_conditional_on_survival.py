@@ -82,15 +82,15 @@ def test_any_distribution_is_followed_to_within_its_grid__spec_7_3(
 
 @pytest.mark.parametrize("hint", [10, 100, 3000])
 def test_hinted_requests_are_judged_by_how_wrong_hints_are__spec_7_4(hint: int) -> None:
-    # Half of all hints are right, a quarter half of the truth, a quarter a quarter of it.
+    # Half of all hints are twice too long, a quarter right, a quarter half of the truth.
     predictor = LengthPredictor(DEFAULT)
-    for true in [100] * 1000 + [200] * 500 + [400] * 500:
-        predictor.observe(request(hint=100), true)
+    for true in [100, 100, 200, 400] * 500:
+        predictor.observe(request(hint=200), true)
     mine = request(hint=hint)
     assert predictor.forecast(mine).decode_tokens == hint
-    # At its forecast it is one of the other half, which is 3 x hint long in the mean.
-    assert remaining(predictor, mine, hint) == pytest.approx(2 * hint, rel=0.05)
-    assert remaining(predictor, mine, 2 * hint) == pytest.approx(2 * hint, rel=0.05)
+    # At half its forecast it is one of the other half, which is 1.5 x hint long in the mean.
+    assert remaining(predictor, mine, hint // 2) == pytest.approx(hint, rel=0.05)
+    assert remaining(predictor, mine, hint) == pytest.approx(hint, rel=0.05)
 
 
 @given(

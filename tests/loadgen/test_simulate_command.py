@@ -65,6 +65,18 @@ def test_outcomes_are_those_that_every_report_reads(tmp_path: Path) -> None:
         assert line["preemptions"] == 0
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_hints_ten_times_too_long_do_no_harm(tmp_path: Path, share: float) -> None:
+    off = LoadOptions(requests=1000, seed=1, forecast_bias=10.0, forecast_bias_share=share)
+    found = {}
+    for policy in ("online_lp", "least_outstanding"):
+        simulate(out=tmp_path, load=off, policy=PolicyOptions(policy=policy))
+        found[policy] = orjson.loads((tmp_path / "summary.json").read_bytes())["ttft_s"]
+    ours, other = found["online_lp"], found["least_outstanding"]
+    assert ours["mean"] <= 1.05 * other["mean"]
+    assert ours["p99"] <= 1.05 * other["p99"]
+
+
 def plan_options(
     *,
     fleet: FleetOptions = FLEET,

@@ -54,6 +54,19 @@ def test_noisy_forecasts_stay_within_their_width_and_fill_it() -> None:
     assert 1.18 < max(ratios) <= 1.21
 
 
+def test_a_share_of_the_forecasts_is_off_by_a_factor() -> None:
+    asked = {"requests": 4000, "prediction": Prediction.EXACT}
+    all_of_them = build_workload(spec(**asked, forecast_bias=10.0))
+    assert all(r.decode_tokens_hint == 10 * r.decode_tokens for r in all_of_them)
+    some = build_workload(spec(**asked, forecast_bias=10.0, forecast_bias_share=0.25))
+    off = sum(r.decode_tokens_hint == 10 * r.decode_tokens for r in some)
+    assert off == pytest.approx(1000, rel=0.1)
+    assert sum(r.decode_tokens_hint == r.decode_tokens for r in some) == 4000 - off
+    for wrong in ({"forecast_bias": 0.0}, {"forecast_bias_share": 1.1}):
+        with pytest.raises(ValueError, match="forecast_bias"):
+            spec(**wrong)
+
+
 def test_recorded_times_are_scaled_to_the_asked_rate(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("arrival_s,prompt_tokens,output_tokens\n12,1,1\n10,1,2\n14,1,3\n")

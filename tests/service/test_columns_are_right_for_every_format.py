@@ -113,7 +113,7 @@ def test_prompts_given_as_embeddings_have_a_documented_bound() -> None:
         ({"min_tokens": 5, "max_tokens": 9}, None, 5),
         ({"min_tokens": 9, "max_tokens": 9}, 9, 9),
         ({"min_tokens": 0, "max_tokens": 9}, None, None),
-        ({"ignore_eos": True, "max_tokens": 9}, 9, None),
+        ({"ignore_eos": True, "max_tokens": 9}, 9, 9),
         ({"ignore_eos": True}, None, None),
     ],
 )
