@@ -15,9 +15,9 @@ import numpy as np
 from service.control.columns import FloatArray, IntArray
 from service.control.events import Request
 from service.control.hint_scale import HintScale
-from service.control.kernels.calendar import left_tokens
+from service.control.kernels.calendar import OCTAVE_CELLS, left_tokens
 
-GRID_PER_OCTAVE = 8
+GRID_PER_OCTAVE = OCTAVE_CELLS
 GRID_OCTAVES = 17
 GROUPS_MAX = 1024
 LEAVES_MAX = 1024
@@ -55,7 +55,7 @@ class Survival:
         sums: (2, pools, cells + 1) requests of a pool in a cell or a later one, and their tokens.
         above: (pools, LEVELS) what lies above a pool and itself, coarsest first; -1 for nothing.
         grid: (cells,) lengths. width: (cells,) of each cell.
-        shape: cells per octave, unit of ratios, PRIOR_WEIGHT, the settings' quantile or 0.
+        shape: unit of ratios, PRIOR_WEIGHT, the settings' quantile or 0.
     """
 
     used: int
@@ -109,7 +109,7 @@ class LengthPredictor:
         # Ratios live around 1: their grid is the same one, moved down by half its octaves.
         self._ratio_unit = 2.0 ** (GRID_OCTAVES // 2)
         self._survival: Survival | None = None
-        self._shape = np.array([GRID_PER_OCTAVE, self._ratio_unit, PRIOR_WEIGHT, quantile])
+        self._shape = np.array([self._ratio_unit, PRIOR_WEIGHT, quantile])
 
     def forecast(self, request: Request) -> Forecast:
         """Forecast one request: its hint if it has one, set right, else its pool's mean, capped.

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.control import Request
-from service.control.lengths import GROUPS_MAX, LEAVES_MAX, MEMORY, PRIOR_WEIGHT, LengthPredictor
+from service.control.lengths import (
+    GRID_PER_OCTAVE,
+    GROUPS_MAX,
+    LEAVES_MAX,
+    MEMORY,
+    PRIOR_WEIGHT,
+    LengthPredictor,
+)
 
 DEFAULT = 200
 
@@ -237,3 +244,23 @@ def test_a_quantile_stretches_hints_by_how_wrong_they_were() -> None:
     for true in [50] * 800 + [200] * 200:
         wary.observe(told(10, hint=100), true)
     assert wary.forecast(told(10, hint=40)).decode_tokens == pytest.approx(80, rel=0.1)
+
+
+def test_a_length_is_in_the_last_cell_that_begins_at_it_or_before() -> None:
+    predictor = LengthPredictor(256)
+    for length in range(1, 3000, 7):
+        predictor.observe(request(), length)
+    pools = predictor.survival()
+    edges = np.concatenate(
+        [pools.grid * (1.0 + off) for off in (0.0, 2e-16, -2e-16, -1e-10, -1e-8)]
+    )
+    produced = np.concatenate([np.arange(200_000.0), edges])
+    # By the logarithm; what rounding put just below a cell is in it.
+    cell = (np.log2(np.maximum(produced, 1.0)) * GRID_PER_OCTAVE + 1e-9).astype(np.int64)
+    cell = np.minimum(cell, pools.grid.size - 1)
+    alive, work = pools.sums[:, 0, cell + (produced >= 1.0)]
+    length = np.where(
+        alive > 0, work / np.where(alive > 0, alive, 1.0), produced + pools.width[cell]
+    )
+    left = predictor.remaining(np.zeros(cell.size, dtype=np.int64), np.ones(cell.size), produced)
+    assert left.tolist() == np.maximum(length - produced, 1.0).tolist()

@@ -30,12 +30,18 @@ from service.control.kernels.compiled import (
 
 SURVIVAL: Final = (dense(FLOATS_3D), dense(INTS_2D), *[dense(FLOATS)] * 3)
 """`LengthPredictor.survival`: (2, pools, cells + 1) sums; (pools, levels) pools above; (cells,)
-grid and width; (4,) cells per octave, unit of ratios, weight of the pool above, quantile or 0."""
+grid and width; (3,) unit of ratios, weight of the pool above, quantile or 0."""
 ROWS: Final = (*[dense(BOOLS_OUT)] * 2, *[dense(FLOATS_2D_OUT)] * 2)
 """Stale, late; batch slots and KV tokens."""
 STARTED: Final = (*[dense(INTS)] * 2, *[dense(FLOATS)] * 6)
 TIMES: Final = (BOOL, dense(BOOLS), *[dense(FLOATS)] * 2)
 FRAME: Final = (dense(FLOATS),) * 4
+OCTAVE_BITS: Final = 3
+OCTAVE_CELLS: Final = 2**OCTAVE_BITS
+"""Cells of lengths from one power of 2 to the next."""
+LINE_SHIFT: Final = 52 - OCTAVE_BITS
+LINE_OF_1: Final = 1023 * OCTAVE_CELLS
+"""A float of 64 bits has 52 of them behind the point, and powers of 2 counted from -1023."""
 LENGTHS_KEPT: Final = 1024
 """Expected lengths that are kept while a calendar is made; a power of 2."""
 
@@ -59,20 +65,24 @@ def _survivors(
 
 
 @part
-def _reached(
-    pool: int, scale: float, produced: float, per_octave: float, ratio_unit: float, cells: int
-) -> tuple[float, float, int, int]:
-    """Where a request stands among its pool's lengths after some tokens.
+def _begin(bits: int, cells: int) -> int:
+    """The cell of a length of at least 1, or the one before it, from its bits as a whole number.
 
-    The pool's unit in tokens' stead, how far it came in it, its cell, and the first cell of those
-    that it may still end in.
+    Read so, a float is a line from one power of 2 to the next: it lies below the logarithm, by less
+    than a cell.
     """
-    unit = ratio_unit / scale if pool == 1 else 1.0
-    reached = produced * unit
-    # What is on the grid must not fall below its own cell by rounding.
-    cell = min(int(log2(max(reached, 1.0)) * per_octave + 1e-9), cells - 1)
-    # Survivors are those in later cells; before the first token that is everybody.
-    return unit, reached, cell, cell + 1 if reached >= 1.0 else cell
+    return min((bits >> LINE_SHIFT) - LINE_OF_1, cells - 2)
+
+
+@part
+def _seen_cell(cell: int, reached: float, edge: float, cells: int) -> int:
+    """The cell of a length that lies before the next cell's edge, or at the edge but for rounding.
+
+    What is on the grid must not fall below its own cell by rounding.
+    """
+    if reached >= edge * (1.0 - 1e-9):
+        return min(int(log2(reached) * OCTAVE_CELLS + 1e-9), cells - 1)
+    return cell
 
 
 @part
@@ -80,7 +90,7 @@ def _length(
     pool: int, first: int, sums: FloatArray, above: IntArray, grid: FloatArray, shape: FloatArray
 ) -> float:
     """Length, in a pool's unit, of what ends in a cell or a later one; -1 where nothing does."""
-    prior_weight, quantile = shape[2], shape[3]
+    prior_weight, quantile = shape[1], shape[2]
     alive, work = _survivors(pool, first, sums, above, prior_weight)
     if quantile > 0:
         most = (1.0 - quantile) * alive
@@ -112,10 +122,17 @@ def left_tokens(
     left: FloatArray,
 ) -> None:
     """Put what is expected to be left of n requests into (n,) `left`."""
+    number = np.empty(1)
+    bits = number.view(np.int64)
     for row in range(pool.size):
-        unit, reached, cell, first = _reached(
-            pool[row], scale[row], produced[row], shape[0], shape[1], grid.size
-        )
+        unit = shape[0] / scale[row] if pool[row] == 1 else 1.0
+        reached = produced[row] * unit
+        number[0] = max(reached, 1.0)
+        cell = _begin(bits[0], grid.size)
+        cell += number[0] >= grid[cell + 1]
+        edge = grid[min(cell + 1, grid.size - 1)]
+        cell = _seen_cell(cell, number[0], edge, grid.size)
+        first = cell + (reached >= 1.0)
         length = _length(pool[row], first, sums, above, grid, shape)
         left[row] = _left(length, reached, width[cell], unit)
 
@@ -265,7 +282,8 @@ def hold(
     _clear(wanted, place, stale, late)
     # Many ask the same of the lengths; what one asked is kept, where no other takes its place.
     known, lengths = np.full(LENGTHS_KEPT, -1), np.empty(LENGTHS_KEPT)
-    per_octave, ratio_unit = shape[0], shape[1]
+    number = np.empty(1)
+    bits = number.view(np.int64)
     for row in range(worker.size):
         g = worker[row]
         # A request whose worker is gone has worker -1.
@@ -278,9 +296,15 @@ def hold(
             seen = _unseen_tokens(now_s - started_s[row], iteration_s[g], limit[row])
         if seen >= total:
             late[g] = True
-            unit, reached, cell, first = _reached(
-                pool[row], scale[row], seen, per_octave, ratio_unit, grid.size
-            )
+            unit = shape[0] / scale[row] if pool[row] == 1 else 1.0
+            reached = seen * unit
+            number[0] = max(reached, 1.0)
+            cell = _begin(bits[0], grid.size)
+            cell += number[0] >= grid[cell + 1]
+            edge = grid[min(cell + 1, grid.size - 1)]
+            cell = _seen_cell(cell, number[0], edge, grid.size)
+            # Survivors are those in later cells; before the first token that is everybody.
+            first = cell + (reached >= 1.0)
             key = pool[row] * (grid.size + 1) + first
             kept = key & (LENGTHS_KEPT - 1)
             if known[kept] != key:
