@@ -214,10 +214,10 @@ def test_a_request_that_outlives_its_forecast_keeps_its_expected_rest__spec_7_3(
 ) -> None:
     driven = Driven(kernel, monkeypatch)
     driven.join("w0")
-    # Hints are right for half of all requests, and a quarter of the truth for the others.
+    # Hints are right for three of four requests, and a quarter of the truth for the others.
     for i in range(400):
         driven.start(f"past{i}", 0, 5, decode_tokens_hint=8)
-        driven.router.handle(Left(f"past{i}", Outcome.COMPLETED, 8 if i % 2 else 32), 0.0)
+        driven.router.handle(Left(f"past{i}", Outcome.COMPLETED, 8 if i % 4 else 32), 0.0)
     driven.start("r", 0, 5, decode_tokens_hint=8)
     driven.tokens("r", 7)
     assert driven.held(Horizon(40, 1)).batch.sum() == 1
